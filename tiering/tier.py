@@ -33,6 +33,7 @@ from tiering.secondary.admin.contract import (
 )
 from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.block_tier import BlockTier
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.contract import (
     JobResult,
     PrefixAnswer,
@@ -57,12 +58,14 @@ from tiering.secondary.options import (
 from tiering.secondary.stats import TierStats
 
 __all__ = [
+    "Backoff",
     "BatchStore",
     "BlockIO",
     "BlockStore",
     "BlockTier",
     "BlockTierOptions",
     "CapacityOptions",
+    "Chore",
     "Collected",
     "CompressionOptions",
     "Done",

@@ -47,7 +47,8 @@ class Chore:
         name: name of the task, for threads and logs.
         io: I/O side that runs the task.
         clock: function that returns monotonic seconds.
-        begin: function that calls :meth:`run` with the present task. If it does not, the chore stays due.
+        begin: function that calls :meth:`run` with the present task, or plans another time; otherwise, the chore stays
+            due.
         backoff: waits after failures; default None: a failure makes nothing due.
     """
 

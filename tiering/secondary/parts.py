@@ -61,7 +61,7 @@ class TierHooks(ABC):
     def on_step(self) -> None:
         """Hook: a step has ended; the place to start periodic work.
 
-        Start such work as an :class:`~tiering.secondary.io.messages.IoTask`.
+        Start such work with :meth:`tiering.secondary.chore.Chore.tick`.
         """
 
     def rests(self) -> bool:

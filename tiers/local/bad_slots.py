@@ -23,10 +23,10 @@ from xxhash import xxh3_128_digest
 from tiering.block_store import Place
 from tiering.errors import DeviceError, StoreError
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.chore import Chore
 from tiering.secondary.files import store_error
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 from tiers.local.layout import PAGE
 from tiers.local.store import LocalStore
@@ -146,17 +146,16 @@ class BadSlots:
         self._slots: dict[int, _BadSlot] = {}
         self._document = store.geometry.bad_slots_document
         self._unsaved = False
-        self._save_due = float("-inf")
-        self._saving = False
-        self._trying = False
-        self._look_due = float("-inf")
+        self._saving = Chore("bad-slots", io, clock, self._write)
+        self._trials = Chore("bad-slots", io, clock, self._try)
+        self._saving.wake()
         self._writes_failed = False
         self._lines = RateLimit(_LOG_PERIOD, clock)
 
     @property
     def busy(self) -> bool:
         """True while a trial or a write of the document is running."""
-        return self._saving or self._trying
+        return self._saving.running or self._trials.running
 
     def load(self, document: bytes | None) -> None:
         """Take the slots in ``document`` out of use.
@@ -178,6 +177,7 @@ class BadSlots:
         for slot, failures, due in entries:
             self._slots[slot] = _BadSlot(failures, now + min(max(due - wall, 0.0), LONGEST_WAIT_SECONDS))
         self._index.states.mark_bad(list(self._slots))
+        self._trials.wake()
         if entries:
             logger.info("tier %s: %d slot(s) are out of use because of earlier device errors", self._name, len(entries))
 
@@ -196,7 +196,7 @@ class BadSlots:
             if entry is None:
                 self._slots[slot] = _BadSlot(0 if suspect else 1, now if suspect else now + FIRST_TRIAL_SECONDS)
         self._unsaved = True
-        self._look_due = now
+        self._trials.wake()
         if count := self._lines.admit(len(slots)):
             logger.warning(
                 "tier %s: the device reported errors at %d slot(s), the last one slot %s: "
@@ -206,41 +206,40 @@ class BadSlots:
                 slots[-1] if slots else "unknown",
             )
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Start the trials and the write of the document that are due."""
         writable = self._io.breakers.writes.state is BreakerState.CLOSED
         if self._writes_failed and writable:
             # An outage has ended. Slots that failed only once probably failed because of it.
             for entry in self._slots.values():
-                entry.due = min(entry.due, self._clock()) if entry.failures <= 1 else entry.due
-            self._look_due = self._clock()
+                entry.due = min(entry.due, now) if entry.failures <= 1 else entry.due
+            self._trials.due = now
         self._writes_failed = not writable
-        if not (self._unsaved or self._slots) or not writable or self._stop.is_set():
+        if not writable or self._stop.is_set():
             return
-        if self._unsaved and not self._saving and self._clock() >= self._save_due:
-            self.save()
-        if self._slots and not self._trying and self._clock() >= self._look_due:
-            self._look_due = self._clock() + _LOOK_SECONDS
-            self._try()
+        if self._unsaved:
+            self._saving.tick(now)
+        self._trials.tick(now)
 
     def save(self) -> None:
         """Write the document if the list has changed."""
-        if self._saving or not self._unsaved:
-            return
-        self._saving, self._unsaved = True, False
+        if self._unsaved:
+            self._saving.start()
+
+    def _write(self) -> None:
+        self._unsaved = False
         now, wall = self._clock(), time.time()
         document = encode(
             (slot, entry.failures, wall + entry.due - now)
             for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
         )
         write = self._store.write_document
-        self._io.run(IoTask("bad-slots", lambda: write(self._document, document), self._saved))
+        self._saving.run(lambda: write(self._document, document), self._saved)
 
     def _saved(self, result: None, error: BaseException | None) -> None:
-        self._saving = False
+        self._saving.wake(0.0 if error is None else _RETRY_SECONDS)
         if error is not None:
             self._unsaved = True
-            self._save_due = self._clock() + _RETRY_SECONDS
             if self._lines.admit():
                 logger.warning(
                     "tier %s: the list of bad slots cannot be written yet; it is tried again: %s", self._name, error
@@ -251,8 +250,8 @@ class BadSlots:
         ripe = [slot for slot, entry in self._slots.items() if entry.due <= now]
         due = self._index.states.idle_bad(ripe)[:TRIALS_AT_ONCE]
         if not due:
+            self._trials.due = now + _LOOK_SECONDS
             return
-        self._trying = True
         outcomes: dict[int, StoreError | None] = {}
 
         def try_all() -> None:
@@ -266,10 +265,10 @@ class BadSlots:
                     outcomes[slot] = error
 
         def ended(result: None, error: BaseException | None) -> None:
-            self._trying = False
             self._tried(due, outcomes)
 
-        self._io.run(IoTask("bad-slots", try_all, ended))
+        self._trials.run(try_all, ended)
+        self._trials.wake(_LOOK_SECONDS)
 
     def _tried(self, due: Sequence[int], outcomes: dict[int, StoreError | None]) -> None:
         now = self._clock()

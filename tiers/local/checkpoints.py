@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 
 from tiering.api.namespace import Namespace
+from tiering.secondary.chore import Backoff, Chore
 from tiering.secondary.files import store_error
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.frame import SEQUENCE
-from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.store import Inspection, LocalStore
@@ -23,7 +23,7 @@ RETRY_CHECKPOINT_SECONDS = 30.0
 """Seconds from a failed checkpoint to the next one, at most."""
 
 
-class Checkpoints:
+class Checkpoints(Chore):
     """Writes the checkpoints of one tier.
 
     Args:
@@ -48,22 +48,16 @@ class Checkpoints:
         namespace: Callable[[], Namespace | None],
         examine: Callable[[Inspection], object],
     ) -> None:
+        super().__init__("checkpoint", io, clock, self._begin, Backoff(RETRY_CHECKPOINT_SECONDS, jitter=0.0))
         self.changed = False
         """True if the index has changed since the last checkpoint."""
-        self.running = False
-        """True while a checkpoint is being copied or written."""
         self._name = name
         self._store = store
         self._index = index
-        self._io = io
-        self._clock = clock
         self._interval = interval
         self._namespace = namespace
         self._examine = examine
         self._builder: CheckpointBuilder | None = None
-        self._failed = False
-        self.due = float("inf")
-        """Time in monotonic seconds from which :meth:`tick` has work, also while no checkpoint is running."""
 
     @property
     def pending(self) -> bool:
@@ -88,22 +82,20 @@ class Checkpoints:
         """Drop the copy in progress, because it contains blocks that are gone."""
         if self._builder is not None:
             self._builder, self.running = None, False
+            self.wake()
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Copy the next slots of a checkpoint, or begin one that is due."""
         if self._builder is not None:
             self._copy_slice(self._builder)
-        elif self._clock() >= self.due:
-            self.begin()
+        else:
+            super().tick(now)
 
-    def begin(self) -> None:
-        """Begin a checkpoint if the index has changed and none is running."""
-        if self.running:
-            return
+    def _begin(self) -> None:
+        """Begin a checkpoint if the index has changed."""
         if not self.changed:
             self.wait_an_interval()
             return
-        self.running = True
         self.changed = False
         store = self._store
         marks = store.marks
@@ -125,12 +117,13 @@ class Checkpoints:
             inspection, generation = started
             self._examine(inspection)
             if namespace is None or self._namespace() != namespace:
-                self.running = False
-            else:
-                sequence = SEQUENCE.take(1)
-                self._builder = CheckpointBuilder(store.geometry, namespace.fingerprint, generation, sequence)
+                self.wake()
+                return
+            sequence = SEQUENCE.take(1)
+            self._builder = CheckpointBuilder(store.geometry, namespace.fingerprint, generation, sequence)
+            self.running = True  # until the copy is written
 
-        self._io.run(IoTask("checkpoint", begin, begun))
+        self.run(begin, begun)
 
     def advance(self) -> bool:
         """Complete the copy at once, and return True when no checkpoint is being written.
@@ -158,17 +151,15 @@ class Checkpoints:
                 raise store_error(error, "cannot write a checkpoint") from error
             return blocks
 
-        self._io.run(IoTask("checkpoint", write, self._ended))
+        self.run(write, self._ended)
 
     def _ended(self, blocks: int | None, error: BaseException | None) -> None:
-        self.running = False
         self.wait_an_interval()
-        if error is not None:
-            self.changed = True
-            self.due = min(self.due, self._clock() + RETRY_CHECKPOINT_SECONDS)
-            if not self._failed:
-                logger.warning("tier %s: %s; a restart would read more headers; it is tried again", self._name, error)
-            self._failed = True
-        elif blocks is not None:
-            self._failed = False
+        if error is None:
+            self.succeeded()
             logger.debug("tier %s: checkpoint of %d blocks", self._name, blocks)
+            return
+        self.changed = True
+        self.failed()
+        if self.failures == 1:
+            logger.warning("tier %s: %s; a restart would read more headers; it is tried again", self._name, error)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.chore import Chore
 from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.io.messages import IoTask
 from tiering.secondary.io.side import IoSide
@@ -85,7 +86,7 @@ class Growth:
         self._refusals = 0
         """Number of attempts in a row to add a segment that failed."""
         self._add_lines, self._write_lines = RateLimit(_LOG_PERIOD, clock), RateLimit(_LOG_PERIOD, clock)
-        self._tidy_due = float("inf")
+        self._tidy = Chore("tidy", io, clock, lambda: self._tidy.run(store.tidy, self._tidied))
         self._stopped = False
 
     @property
@@ -103,15 +104,12 @@ class Growth:
         for number in fresh:
             self._add(number)
         self._seen.update(existing)
-        self._tidy_due = self._clock()
+        self._tidy.wake()
         self._grow()
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Bring the directory within the capacity, and add a segment, where that is due."""
-        now = self._clock()
-        if now >= self._tidy_due:
-            self._tidy_due = float("inf")
-            self._io.run(IoTask("tidy", self._store.tidy, self._tidied))
+        self._tidy.tick(now)
         grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
         if not grows or self._index.free < max(self._per_segment, self._places_wanted()):
             self._grow()
@@ -274,4 +272,4 @@ class Growth:
     def _tidied(self, result: None, error: BaseException | None) -> None:
         if error is not None:
             logger.warning("tier %s: %s; it is tried again", self._name, error)
-            self._tidy_due = self._clock() + RETRY_SPACE_SECONDS
+            self._tidy.wake(RETRY_SPACE_SECONDS)

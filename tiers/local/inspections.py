@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.io.messages import IoTask
+from tiering.secondary.chore import Chore
 from tiering.secondary.io.side import IoSide
 from tiers.local.store import Inspection, LocalStore
 
@@ -21,7 +21,7 @@ INSPECT_AT_ONCE_SECONDS = 1.0
 _LOG_PERIOD = 30.0
 
 
-class Inspections:
+class Inspections(Chore):
     """Compares the directory of one tier with the open store.
 
     Args:
@@ -40,19 +40,13 @@ class Inspections:
         clock: Callable[[], float],
         examine: Callable[[Inspection], object],
     ) -> None:
-        self.running = False
-        """True while an inspection is running."""
+        super().__init__("inspect", io, clock, lambda: self.run(store.inspect, self._ended))
         self.wanted = False
         """True asks for an inspection in the ordinary time after the last one, or now if that has passed."""
         self._name = name
-        self._store = store
-        self._io = io
-        self._clock = clock
         self._examine = examine
         self._at = float("-inf")
         """Time of the last inspection."""
-        self.due = float("inf")
-        """Time of the next inspection, in monotonic seconds."""
         self._lines = RateLimit(_LOG_PERIOD, clock)
 
     def hurry(self, *, now: bool = False) -> None:
@@ -63,31 +57,21 @@ class Inspections:
         """
         self._want(0.0 if now else INSPECT_AT_ONCE_SECONDS)
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Start an inspection that is due."""
         if self.wanted:
             self.wanted = False
             self._want(INSPECT_SECONDS)
-        if self._clock() >= self.due:
-            self.start()
-
-    def start(self) -> None:
-        """Start an inspection, unless one is running."""
-        if self.running:
-            return
-        self.running = True
-        self.due = float("inf")
-        self._io.run(IoTask("inspect", self._store.inspect, self._ended))
+        super().tick(now)
 
     def note(self) -> None:
         """Note that another task has inspected the directory now."""
         self._at = self._clock()
 
     def _want(self, within: float) -> None:
-        self.due = min(self.due, max(self._clock(), self._at + within))
+        self.due = min(self.due, self._at + within)
 
     def _ended(self, inspection: Inspection | None, error: BaseException | None) -> None:
-        self.running = False
         self.note()
         if inspection is not None:
             self._examine(inspection)

@@ -195,19 +195,19 @@ class LocalTier(BlockTier):
             if self.opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
                 self._inspections.wanted = True
-                self._inspections.tick()
+                self._inspections.tick(now)
             return
         breakers = self.io.breakers
-        self._bad_slots.tick()
+        self._bad_slots.tick(now)
         fails = breakers.reads.state is not BreakerState.CLOSED or breakers.writes.state is not BreakerState.CLOSED
         if fails or (recovers and feed.failing):
             self._inspections.wanted = True
         if self._inspections.wanted or now >= self._inspections.due:
-            self._inspections.tick()
-        self._growth.tick()
+            self._inspections.tick(now)
+        self._growth.tick(now)
         # While recovery runs, the index does not have all blocks.
         if not recovers and (self._checkpoints.running or now >= self._checkpoints.due):
-            self._checkpoints.tick()
+            self._checkpoints.tick(now)
 
     def rests(self) -> bool:
         return not (self._feed.active or self._starting_over or self._checkpoints.copying)
@@ -264,7 +264,7 @@ class LocalTier(BlockTier):
         if self.namespace is not None and not self._feed.active:
             self._inspections.start()
             self.wait(lambda: not self._inspections.running, deadline)
-            self._checkpoints.begin()
+            self._checkpoints.start()
             self.wait(self._checkpoints.advance, deadline)
 
     @property
