@@ -24,12 +24,12 @@ import numpy as np
 from benchmarks.harness import Bench, Sample, Stats, ratio, timed
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
+from tiering.block_tier.tier import BlockTier
+from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
-from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import SecondaryTierManager, TierContext
-from tiering.secondary.index.slots import SlotIndex
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiers.local import LocalOptions, LocalTier
 from tiers.memory import MemoryOptions, MemoryStore

@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.harness import Bench, Sample, Stats, ratio, timed
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
+from tiering.medium.host import IoHost
 from tiering.secondary.contract import TierContext, TransferJob
-from tiering.secondary.io.host import IoHost
 from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
 

@@ -23,15 +23,15 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from benchmarks.harness import Bench
-from tiering.secondary.files import Files
-from tiering.secondary.index.slots import SlotIndex
+from tiering.index.slots import SlotIndex
+from tiering.medium.files import Files
 from tiering.table.disposal import DISPOSAL
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.checkpoints import SLICE_SLOTS
 from tiers.local.feed import MERGE_BLOCKS
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import RecoveredBatch, recover, remember
-from tiers.local.segments import Geometry, Segments
+from tiers.local.segments import SegmentGeometry, Segments
 
 BATCH = 64
 Arguments = ParamSpec("Arguments")
@@ -73,7 +73,7 @@ def run(bench: Bench) -> None:
 
 def _measure(bench: Bench, count: int) -> tuple[Longest, int]:
     longest = Longest()
-    geometry = Geometry(2 << 20, 512, -(-count // 512))
+    geometry = SegmentGeometry(2 << 20, 512, -(-count // 512))
     index = longest.call("create", SlotIndex, geometry.num_slots)
     for start in range(0, geometry.num_slots, 8192):
         slots = np.arange(start, min(start + 8192, geometry.num_slots))
@@ -105,7 +105,7 @@ def _store(index: SlotIndex, count: int, longest: Longest, kind: str) -> list[by
     return sample
 
 
-def _write(bench: Bench, index: SlotIndex, geometry: Geometry, longest: Longest) -> int:
+def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: Longest) -> int:
     """Copy and write a checkpoint while blocks are looked up, and return the growth of the resident size."""
     files = Files()
     marks = WrittenMarks(bench.directory, geometry, files, durable=False)
@@ -126,7 +126,7 @@ def _write(bench: Bench, index: SlotIndex, geometry: Geometry, longest: Longest)
     return most - before
 
 
-def _read(bench: Bench, geometry: Geometry, longest: Longest, count: int) -> None:
+def _read(bench: Bench, geometry: SegmentGeometry, longest: Longest, count: int) -> None:
     index = SlotIndex(geometry.num_slots)
     segments = Segments(bench.directory, geometry, Files())
     marks = WrittenMarks(bench.directory, geometry, Files(), durable=False)

@@ -23,18 +23,18 @@ from benchmarks.harness import Bench, Sample, ratio, timed
 from examples import mooncake_pool, valkey_server
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.block_store import BlockStore
+from tiering.index.shared import object_name
+from tiering.medium.assembly import build_io_host
+from tiering.medium.block_store import BlockStore
+from tiering.medium.host import IoHost
+from tiering.medium.messages import IoJob, IoKind, IoResult
 from tiering.secondary.contract import TierContext
-from tiering.secondary.index.shared import object_name
-from tiering.secondary.io.assembly import build_io_host
-from tiering.secondary.io.host import IoHost
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 from tiering.secondary.options import BlockTierOptions
 from tiers.mooncake.client import PoolClient, register
-from tiers.mooncake.options import MooncakeOptions
+from tiers.mooncake.mooncake_options import MooncakeOptions
 from tiers.mooncake.store import MooncakeStore
-from tiers.valkey.options import ValkeyOptions
 from tiers.valkey.store import ValkeyStore
+from tiers.valkey.valkey_options import ValkeyOptions
 
 BLOCK_BYTES = 2 << 20
 CONCURRENCY = {"Valkey": 8, "Mooncake": 2}

@@ -31,12 +31,12 @@ from examples import s3_server
 from scripts import ceph_rgw
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.index.shared import object_name
+from tiering.medium.assembly import build_io_host
+from tiering.medium.host import IoHost
+from tiering.medium.messages import IoJob, IoKind, IoResult
 from tiering.secondary.contract import TierContext
-from tiering.secondary.index.shared import object_name
-from tiering.secondary.io.assembly import build_io_host
-from tiering.secondary.io.host import IoHost
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 
 BLOCK_BYTES = 2 << 20

@@ -27,15 +27,15 @@ from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.keys import PRIMARY_TIER, OffloadKey, make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
-from tiering.block_store import BlockIO
+from tiering.block_tier.tier import BlockTier
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.medium.block_store import BlockIO
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
-from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
-from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.faults import DictStore
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Bench, Sample, ratio
-from tiering.secondary.files import Files
-from tiering.secondary.index.slots import SlotIndex
+from tiering.index.slots import SlotIndex
+from tiering.medium.files import Files
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.marks import WrittenMarks
 from tiers.local.recovery import recover, remember
-from tiers.local.segments import Geometry, Segments
+from tiers.local.segments import SegmentGeometry, Segments
 
 RUN = 64
 BATCH = 64
@@ -97,7 +97,7 @@ def _lookups(bench: Bench, index: SlotIndex, held: list[bytes]) -> None:
 
 
 def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) -> None:
-    geometry = Geometry(2 << 20, 512, -(-count // 512))
+    geometry = SegmentGeometry(2 << 20, 512, -(-count // 512))
     files = Files()
     marks = WrittenMarks(bench.directory, geometry, files, durable=False)
     begin = time.perf_counter()

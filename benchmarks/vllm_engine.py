@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.vllm.rig import Engine, engine
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.secondary.io.messages import IoKind, IoResult
+from tiering.medium.messages import IoKind, IoResult
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 12, 768, 12, 4096
 BLOCK = 32

@@ -9,8 +9,8 @@ from pydantic import SecretStr, field_validator
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
+from tiering.block_tier.definition import TierDefinition
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
-from tiering.secondary.definition import TierDefinition
 from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 

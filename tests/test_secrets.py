@@ -16,8 +16,8 @@ from pydantic import SecretStr, field_validator
 import tiering
 from tiering.api import masking
 from tiering.api.masking import guard_logs, mask_text
+from tiering.block_tier.definition import TierDefinition
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.secondary.definition import TierDefinition
 from tiering.testing.keys import keys_of
 
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="secrets")

@@ -16,7 +16,7 @@ from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch,
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import BlockIDsLoadStoreSpec, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
-from tiering.block_store import BlockIO, BlockStore, Done, StoreProbe
+from tiering.block_tier.definition import TierDefinition
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.copy.contract import OffloadingHandler, TransferResult
@@ -41,10 +41,10 @@ from tiering.errors import (
 )
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.waiting import wait_for_prefix, wait_for_prefix_async, wait_until_idle, wait_until_idle_async
+from tiering.medium.block_store import BlockIO, BlockStore, Done, StoreProbe
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
 from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
-from tiering.secondary.definition import TierDefinition
 from tiering.secondary.options import TierOptions
 from tiering.table.policies.policy import EvictionPolicy
 

@@ -5,11 +5,27 @@ A tier needs this module and :mod:`tiering` (whose errors it raises), and nothin
 contains the conformance suites.
 """
 
+from tiering.admin.records import (
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    Severity,
+    StoredBlock,
+    UnsupportedError,
+)
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.transfer import Rows
 from tiering.api.units import Duration, Share, Size
-from tiering.block_store import (
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
+from tiering.index.shared import SharedIndex
+from tiering.index.slots import SlotIndex
+from tiering.index.tier_index import Probe, StorePlan, TierIndex
+from tiering.medium.block_store import (
     BatchStore,
     BlockIO,
     BlockStore,
@@ -21,19 +37,8 @@ from tiering.block_store import (
     StoreProbe,
     StoreTraits,
 )
-from tiering.secondary.admin.contract import (
-    Collected,
-    EpochState,
-    Finding,
-    KnownNamespace,
-    Limits,
-    Severity,
-    StoredBlock,
-    UnsupportedError,
-)
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.chore import Backoff, Chore
+from tiering.medium.chore import Backoff, Chore
+from tiering.medium.messages import IoResult, IoTask
 from tiering.secondary.contract import (
     JobResult,
     PrefixAnswer,
@@ -41,11 +46,6 @@ from tiering.secondary.contract import (
     TierContext,
     TransferJob,
 )
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.contract import Probe, StorePlan, TierIndex
-from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.messages import IoResult, IoTask
 from tiering.secondary.options import (
     BlockTierOptions,
     CapacityOptions,
@@ -55,7 +55,7 @@ from tiering.secondary.options import (
     TierOptions,
     TtlOptions,
 )
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 
 __all__ = [
     "Backoff",

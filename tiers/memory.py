@@ -14,19 +14,19 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.admin.records import KnownNamespace, UnsupportedError
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.units import Size
-from tiering.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError, CorruptBlockError
-from tiering.secondary.admin.contract import KnownNamespace, UnsupportedError
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.block_tier import BlockTier
+from tiering.index.slots import SlotIndex
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
+from tiering.medium.frame import HEADER_BYTES, FrameHeader, parse_header
+from tiering.medium.messages import IoTask
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
-from tiering.secondary.io.messages import IoTask
 from tiering.secondary.options import BlockTierOptions, SlotOptions, TierOptions
 
 Frame = NDArray[np.uint8]
@@ -66,11 +66,11 @@ _shared: dict[str, MemoryMedium] = {}
 
 
 def shared_medium(name: str) -> MemoryMedium:
-    """Return the process-wide medium called ``name``, the same one until :func:`forget_medium`."""
+    """Return the process-wide medium called ``name``, the same one until :func:`drop_medium`."""
     return _shared.setdefault(name, MemoryMedium())
 
 
-def forget_medium(name: str) -> None:
+def drop_medium(name: str) -> None:
     """Drop the process-wide medium called ``name``."""
     _shared.pop(name, None)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tiering.testing.frames import MAGIC
 
 _KEY_OFFSET = 72
-"""Where a frame has its key; see :mod:`tiering.secondary.io.frame`."""
+"""Where a frame has its key; see :mod:`tiering.medium.frame`."""
 
 _INTO_FRAME = 9_000
 """Bytes from the beginning of a frame to the one that is flipped: behind any header, inside the block."""

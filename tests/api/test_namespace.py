@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.secondary.service.nearest import find_nearest
-from tiering.secondary.service.opener import Opener
+from tiering.epochs.nearest import find_nearest
+from tiering.epochs.opener import Opener
 from tiering.testing.faults import DictStore
-from tiers.local.segments import Geometry
+from tiers.local.segments import SegmentGeometry
 from tiers.local.store import LocalStore
 
 CAPACITY = 16 << 20
-GEOMETRY = Geometry.plan(CAPACITY, 64 << 10, 1 << 30)
+GEOMETRY = SegmentGeometry.plan(CAPACITY, 64 << 10, 1 << 30)
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "f" * 40
 MODEL = ModelIdentity(
     name="org/model", weights=f"commit {COMMIT}", dtype="bfloat16", layout="test", overrides={"rope": 1}

@@ -22,7 +22,7 @@ from tiering.cli.bench import break_evens
 from tiering.cli.measure import Measured, Plan, measure_tier
 from tiers.local.admin import LocalAdmin
 from tiers.local.device_speed import device_speed
-from tiers.local.options import LocalOptions
+from tiers.local.local_options import LocalOptions
 
 SHORT = ("--block-bytes", "64KiB", "--depth", "1", "--depth", "4", "--bytes", "2MiB", "--seconds", "500ms")
 

@@ -17,14 +17,14 @@ from tests.cli.runner import kv_tiering, process
 from tests.fake_s3 import FakeS3
 from tests.servers import RawBucket, S3Endpoint, rclone_server
 from tests.tiers.local.rig import LocalRig
+from tiering.admin.records import Finding, Severity
+from tiering.admin.tier_admin import TierAdmin
+from tiering.block_tier.definition import TierDefinition
 from tiering.cli import check as check_module
 from tiering.cli import machine
 from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
-from tiering.secondary.admin.contract import Finding, Severity
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.tier_tests import K
 from tiers.local import LocalOptions, probes
 from tiers.memory import MEMORY_TIER

@@ -14,9 +14,9 @@ import yaml
 from examples.valkey_server import ValkeyServer, serving
 from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, fake_s3
+from tiering.admin.records import KnownNamespace
+from tiering.epochs.common_epoch import CommonEpoch, find_common, new_invalidation
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.admin.contract import KnownNamespace
-from tiering.secondary.service.common_epoch import CommonEpoch, find_common, new_invalidation
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options

@@ -22,9 +22,9 @@ from tests.patience import PATIENT
 from tests.servers import RawBucket, S3Endpoint
 from tests.tiers.local.rig import LocalRig, segment_files
 from tiering.cli import tiers as tiers_module
-from tiering.cli.verify import Pace
-from tiering.secondary.files import Files
-from tiering.secondary.io.frame import MAGIC
+from tiering.cli.verify import ReadPace
+from tiering.medium.files import Files
+from tiering.medium.frame import MAGIC
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
@@ -269,7 +269,7 @@ def test_a_rate_spreads_reads_over_time() -> None:
         now[0] += seconds
 
     async def read() -> None:
-        pace = Pace(1000.0, lambda: now[0], sleep)
+        pace = ReadPace(1000.0, lambda: now[0], sleep)
         for _ in range(4):
             await pace.take(500)
         now[0] += 60

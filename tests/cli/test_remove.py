@@ -18,10 +18,10 @@ import yaml
 from tests.cli.runner import ROOT, command, kv_tiering, process
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.local.rig import LocalRig, opened
+from tiering.admin import collection
+from tiering.admin.records import StoredBlock
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.admin import collection
-from tiering.secondary.admin.contract import StoredBlock
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.local.checkpoint import CHECKPOINT_NAME

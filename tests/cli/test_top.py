@@ -24,7 +24,7 @@ from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.errors import ConfigError
-from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
+from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 
 def reported(*engines: dict[str, TierStats]) -> str:

@@ -18,6 +18,7 @@ from tests.thread_limit import ThreadLimit
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace, fingerprint_of
 from tiering.api.request import ReqContext
+from tiering.block_tier.tier import BlockTier
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import (
@@ -28,9 +29,8 @@ from tiering.errors import (
     TemporaryStoreError,
     TierUnavailableError,
 )
+from tiering.medium.files import Files
 from tiering.primary.memory.region import PAGE, SharedRegion
-from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.files import Files
 from tiering.testing.clock import until
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")

@@ -9,7 +9,7 @@ import pytest
 
 import tiering
 from tiering.api.namespace import revision_digest
-from tiering.secondary.definition import TierDefinition
+from tiering.block_tier.definition import TierDefinition
 
 MODEL = tiering.ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="types")
 PRIMARY = {"capacity": "1MiB"}

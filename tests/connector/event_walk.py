@@ -16,23 +16,23 @@ import numpy as np
 from examples.mini_engine.kv_cache import KVCacheManager
 from examples.mini_engine.request import Request
 from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, SchedulerOutput
+from tests.block_tier.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
 from tests.connector.fakes import make_spec
 from tests.connector.simulation import BLOCK, SimWorker
-from tests.secondary.fakes import BLOCK_BYTES, FakeIo, FakeStore, make_namespace
 from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.api.namespace import Namespace
-from tiering.block_store import Done, Outcome, Place
+from tiering.block_tier.tier import BlockTier
 from tiering.connector.event_types import BlockRemoved, BlockStored, KVCacheEvent
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import CorruptBlockError, TemporaryStoreError
+from tiering.index.shared import SharedIndex
+from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.medium.block_store import Done, Outcome, Place
+from tiering.medium.messages import IoKind
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import TierContext
-from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.messages import IoKind
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.clock import FakeClock
 

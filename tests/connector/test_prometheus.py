@@ -25,8 +25,8 @@ from tiering.connector.prometheus import (
 )
 from tiering.connector.stats import CONNECTOR, MANAGER, TIERS, Increments, OffloadingConnectorStats
 from tiering.errors import ConfigError
-from tiering.manager.stats import MANAGER_GAUGES, ManagerStats
-from tiering.secondary.stats import GAUGES, JOB_LATENCY_BUCKETS, TierStats
+from tiering.manager.manager_stats import MANAGER_GAUGES, ManagerStats
+from tiering.secondary.tier_stats import GAUGES, JOB_LATENCY_BUCKETS, TierStats
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from tiering.connector.reports import STATS_INTERVAL, TierReports
 from tiering.connector.stats import Increments, OffloadingConnectorStats
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.clock import FakeClock
 
 STORE, LOAD = ("gpu", "cpu"), ("cpu", "gpu")

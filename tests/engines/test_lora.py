@@ -156,11 +156,11 @@ def test_requests_that_ended_leave_nothing() -> None:
     guard = guard_of("memory")
     guard.admit(request(1))
     checks(guard, metadata=LOADS["tiering"])
-    guard.forget("r")
+    guard.drop("r")
     assert checks(guard, "r") == []
     other = AdapterGuard()
     other.admit(request(1))
-    other.forget("r")
+    other.drop("r")
     assert checks(other, "r") == []
 
 

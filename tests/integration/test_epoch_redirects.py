@@ -15,12 +15,12 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, Machine, bucket_tier, disk_tier
 from tiering.api.namespace import Namespace
-from tiering.secondary.service.common_epoch import begin_common
-from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
+from tiering.epochs.common_epoch import begin_common
+from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.testing.clock import SettableClock
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 
 K = keys_of(*range(4))

@@ -23,18 +23,18 @@ from examples.valkey_server import ValkeyServer, serving
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, QUICK, Machine, bucket_tier, disk_tier
 from tiering.api.namespace import Namespace
-from tiering.block_store import BlockStore
+from tiering.epochs.common_epoch import begin_common, find_common, new_invalidation
+from tiering.epochs.epoch import EpochDocument, epoch_document
+from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.errors import StoreError
+from tiering.medium.block_store import BlockStore
 from tiering.secondary.agreement import EpochAgreement
-from tiering.secondary.service.common_epoch import begin_common, find_common, new_invalidation
-from tiering.secondary.service.epoch import EpochDocument, epoch_document
-from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
-from tiers.valkey.options import ValkeyOptions
 from tiers.valkey.store import ValkeyStore
+from tiers.valkey.valkey_options import ValkeyOptions
 
 K = keys_of(*range(8))
 NAMESPACE = Namespace.build(MODEL, (BLOCK_BYTES,))

@@ -18,8 +18,8 @@ from tests.integration.epoch_machine import Machine, bucket_tier, disk_tier
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until
 from tiers.local.store import LocalStore
+from tiers.object.bucket_options import S3Options
 from tiers.object.epochs import begin_epochs
-from tiers.object.options import S3Options
 from tiers.object.store import ObjectStore
 
 K = keys_of(*range(6))

@@ -22,7 +22,7 @@ from tiering.api.inert_manager import InertManager
 from tiering.api.manager import OffloadingManager
 from tiering.secondary.contract import SecondaryTierManager
 from tiering.secondary.inert import InertTier
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.manager_rig import ManagerRig
 from tiering.testing.tier_rig import TierRig

@@ -20,8 +20,8 @@ from tests.fake_s3 import FakeS3, Trouble
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_answers
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.secondary.io.host import IoHost
-from tiering.secondary.io.messages import IoTask
+from tiering.medium.host import IoHost
+from tiering.medium.messages import IoTask
 from tiering.testing.clock import until
 from tiers.local import LocalTier, inspections, new_segments
 from tiers.object.definition import ObjectTier
@@ -100,9 +100,9 @@ ALLOWED = {
     # The logging module has a lock of its own, and writes; each line is rate-limited.
     "logging/__init__.py",
     # The breaker's state is changed under a lock when a probe of a medium in trouble begins or ends.
-    "tiering/secondary/io/layers/breaker.py",
+    "tiering/medium/layers/breaker.py",
     # A checkpoint takes one sequence number, under a lock that I/O threads take once for each unit.
-    "tiering/secondary/io/frame.py:take",
+    "tiering/medium/frame.py:take",
 }
 """Callers that may call them, as a file with or without a function."""
 

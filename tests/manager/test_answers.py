@@ -14,7 +14,7 @@ from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.errors import ConfigError
 from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig

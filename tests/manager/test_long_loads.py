@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.secondary.rig import Rig
+from tests.block_tier.rig import Rig
+from tiering.block_tier import tier as block_tier
 from tiering.manager.jobs import COUNTS_OVERDUE
-from tiering.secondary import block_tier
-from tiering.secondary.io.messages import IoKind
+from tiering.medium.messages import IoKind
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig

@@ -20,7 +20,7 @@ from tests.manager.test_state_machine import ManagerMachine, WritingTier, choice
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.manager.rest import LONGEST_REST
 from tiering.secondary.contract import JobResult, PrefixAnswer
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.keys import keys_of
 
 

@@ -10,11 +10,11 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotion, Promotions, Started
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.clock import FakeClock
@@ -467,7 +467,7 @@ def test_all_promotions_of_a_retired_tier_are_given_up_and_no_others() -> None:
     world.promotions.end(ended, None)
     world.promotions.start(world.fast, world.r1, [D])
     for _ in range(2):
-        world.promotions.give_up_all(world.fast)
+        world.promotions.fail_all(world.fast)
     assert (ended.awaited, running.awaited, other.awaited) == (True, False, True)
     assert world.r1.refused == {B}
     assert set(world.primary.pending) == {C, D}

@@ -6,7 +6,7 @@ import pytest
 
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.errors import ConfigError
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig

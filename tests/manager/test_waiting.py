@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tiering
+from tiering.block_tier.definition import TierDefinition
 from tiering.manager import waiting
-from tiering.secondary.definition import TierDefinition
 from tiering.secondary.options import TierOptions
 from tiering.testing.keys import keys_of
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from tiering.block_tier.definition import TierDefinition
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
 from tiering.testing.device import FaultyDevice
-from tiers.local.options import LocalOptions
+from tiers.local.local_options import LocalOptions
 from tiers.local.tier import LocalTier
 
 _ERRORS = {

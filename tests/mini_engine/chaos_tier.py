@@ -9,10 +9,10 @@ from pydantic import Field
 
 from tiering.api.namespace import Namespace
 from tiering.api.units import Size
-from tiering.secondary.block_tier import BlockTier
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
+from tiering.index.slots import SlotIndex
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.options import BlockTierOptions, CapacityOptions
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiers.memory import MemoryStore

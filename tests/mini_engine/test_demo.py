@@ -12,7 +12,7 @@ from examples.demo.act import ActSettings, perform
 from examples.demo.report import ActResult, Check, write_report
 from examples.demo.tamper import flip_blocks
 from examples.demo.workload import Shape, Workload
-from tiering.secondary.io.frame import encode_header
+from tiering.medium.frame import encode_header
 
 TINY = Shape(documents=2, users=3, turns=2, document_tokens=160, answer_tokens=4)
 KEY = bytes(range(36))

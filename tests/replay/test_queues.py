@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tiering.errors import OverdueError
+from tiering.medium.messages import IoJob, IoKind, IoResult
 from tiering.replay.queues import Speed, StoreQueue
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult
 
 TEN_A_SECOND = Speed(bytes_per_second=1000.0, latency=0.0, at_once=1)
 """Blocks of 100 bytes, ten a second."""

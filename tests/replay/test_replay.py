@@ -12,6 +12,7 @@ import pytest
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
+from tiering.medium.messages import IoResult, IoTask
 from tiering.replay import quiet
 from tiering.replay.generate import generate
 from tiering.replay.ideal import Bounds
@@ -20,7 +21,6 @@ from tiering.replay.replay import Replay
 from tiering.replay.result import ReplayResult, Times
 from tiering.replay.simulated import SimulatedIo
 from tiering.replay.trace import TraceRequest
-from tiering.secondary.io.messages import IoResult, IoTask
 
 MODEL = ReplayModel(prefill_tokens_per_second=100.0, device_bytes_per_second=100 * BLOCK_BYTES)
 DISK = {"type": "local", "path": "/nowhere/kv", "capacity": 1000 * 1024 * 1100}

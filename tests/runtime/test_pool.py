@@ -183,7 +183,7 @@ STARTERS = {
     "tiering/primary/memory/prefault.py": "the start of an engine",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
     "tiering/engines/vllm/weights.py": "the start of an engine",
-    "tiering/secondary/service/opener.py": "the shutdown of a tier, which may wait until its deadline",
+    "tiering/epochs/opener.py": "the shutdown of a tier, which may wait until its deadline",
     "tiers/local/device_speed.py": "a measurement of the command line",
     "tiers/local/recovery.py": "the recovery of a directory, on an I/O thread",
     "tiers/object/s3/credentials.py": "the renewal of credentials, on an I/O thread",

@@ -12,7 +12,7 @@ from tiering.api.request_policy import RequestPolicy
 from tiering.connector.groups import offload_groups
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
-from tiering.simple.state import GroupState, RequestState
+from tiering.simple.state import SimpleGroupState, SimpleRequestState
 
 BLOCK = 4
 
@@ -21,18 +21,18 @@ def key(name: str) -> OffloadKey:
     return make_offload_key(name.encode(), 0)
 
 
-def running(names: str, pool: MirroredPool) -> RequestState:
+def running(names: str, pool: MirroredPool) -> SimpleRequestState:
     """Return a request that has computed one block for each letter of ``names``."""
-    group = GroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
+    group = SimpleGroupState([key(name) for name in names], [block.block_id for block in pool.take(len(names))])
     request = SimpleNamespace(request_id=names, num_computed_tokens=BLOCK * len(names))
-    return RequestState(request, RequestPolicy(), [group], ReqContext(names), rewinding=lambda state: None)
+    return SimpleRequestState(request, RequestPolicy(), [group], ReqContext(names), rewinding=lambda state: None)
 
 
 def stores() -> tuple[EagerStores, MirroredPool]:
     return EagerStores(CPUBlockPool(20), offload_groups([KVCacheGroup(("layer",), BLOCK)], BLOCK)), MirroredPool(20)
 
 
-def lost(*states: RequestState) -> list[set[int]]:
+def lost(*states: SimpleRequestState) -> list[set[int]]:
     return [state.groups[0].lost for state in states]
 
 

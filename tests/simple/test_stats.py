@@ -11,7 +11,7 @@ from examples.mini_engine.request import Request
 from tests.simple.simulation import BLOCK_BYTES, Simulation, tokens
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.stats import OffloadingConnectorStats
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 
 
 def cpu(sim: Simulation) -> dict[str, int]:

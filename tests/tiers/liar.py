@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome
 from tiering.errors import StoreError, TemporaryStoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 

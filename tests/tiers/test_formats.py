@@ -13,7 +13,7 @@ from tests.fake_s3 import fake_s3
 from tests.tiers.local.rig import LocalRig
 from tests.tiers.object.rigs import make_rig
 from tiering.api import namespace
-from tiering.secondary.io import frame
+from tiering.medium import frame
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import TierRig
 

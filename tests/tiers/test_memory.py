@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.secondary.named_memory import RawMemory
-from tiering.block_store import Place
+from tests.medium.named_memory import RawMemory
 from tiering.errors import ConfigError
+from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import REQUEST, TierRig
 from tiering.testing.tier_tests import K, TierTests
-from tiers.memory import MEMORY_TIER, MemoryMedium, MemoryOptions, MemoryStore, MemoryTier, forget_medium, shared_medium
+from tiers.memory import MEMORY_TIER, MemoryMedium, MemoryOptions, MemoryStore, MemoryTier, drop_medium, shared_medium
 
 
 class TestMemoryStore(RawMemory, BlockStoreTests):
@@ -30,7 +30,7 @@ class TestMemoryTier(RawMemory, TierTests):
     def _medium(self) -> Iterator[None]:
         self.memory = shared_medium("test")
         yield
-        forget_medium("test")
+        drop_medium("test")
 
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         return MEMORY_TIER.build(MemoryOptions(type="memory", capacity="16MiB", share="test"), context)

@@ -11,6 +11,7 @@ import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.bench_page import bench_page
 from tiering.cli.measure import Limit, Measured, Plan, measure_tier
@@ -27,7 +28,6 @@ from tiering.cli.parameters import (
 )
 from tiering.cli.tiers import note
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
-from tiering.secondary.admin.tier_admin import TierAdmin
 
 DEFAULT_SIZES = ("512KiB", "2MiB", "8MiB")
 DEFAULT_DEPTHS = (1, 4, 16)

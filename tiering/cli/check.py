@@ -13,6 +13,9 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from tiering.admin.records import Finding, Severity
+from tiering.admin.tier_admin import TierAdmin
+from tiering.admin.verification import FrameVerifier
 from tiering.api.masking import mask_text
 from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
@@ -28,10 +31,7 @@ from tiering.cli.parameters import (
 )
 from tiering.cli.tiers import conflicts_with_earlier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
-from tiering.secondary.admin.contract import Finding, Severity
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.admin.verification import FrameVerifier
-from tiering.secondary.io.frame import FrameError
+from tiering.medium.frame import FrameError
 from tiering.secondary.options import TierOptions
 
 ROUND_TRIP_BLOCKS = 4

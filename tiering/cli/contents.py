@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import click
 from rich.table import Table
 
+from tiering.admin.records import EpochState, KnownNamespace
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import age, stdout
-from tiering.secondary.admin.contract import EpochState, KnownNamespace
-from tiering.secondary.admin.tier_admin import TierAdmin
 
 
 @dataclass(slots=True)

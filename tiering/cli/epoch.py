@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import click
 
+from tiering.admin.records import KnownNamespace
+from tiering.admin.tier_admin import TierAdmin
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
 from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
+from tiering.epochs.common_epoch import new_invalidation
 from tiering.errors import StoreError, TemporaryStoreError
-from tiering.secondary.admin.contract import KnownNamespace
-from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import SharedOptions, TierOptions
-from tiering.secondary.service.common_epoch import new_invalidation
 
 _BEGUN = "a new epoch has begun; "
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.contents import TierContent, print_contents, read_content
 from tiering.cli.output import duration, print_json
 from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
-from tiering.secondary.admin.tier_admin import TierAdmin
 
 _CPU_TIER = "its blocks end with the engine; kv-tiering top shows them while the engine runs"
 

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiering.admin.records import Finding, Severity
 from tiering.api.units import format_bytes
 from tiering.config.registry import tier_definition
 from tiering.config.stack import order_problems
@@ -14,7 +15,6 @@ from tiering.config.stack_file import RecordOptions, StackConfig
 from tiering.errors import RegionError
 from tiering.primary.memory.region import SHM
 from tiering.primary.memory.room import check_room
-from tiering.secondary.admin.contract import Finding, Severity
 
 
 def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:

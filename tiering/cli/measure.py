@@ -13,10 +13,10 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
 from tiering.cli.driver import TierDriver, eager, scratch_key
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.admin.tier_admin import TierAdmin
 
 FILL_SECONDS = 120.0
 """Seconds that filling a tier before its measurements may take."""

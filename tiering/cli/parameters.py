@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import parse_duration, parse_size
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError, TieringError
-from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import click
 
+from tiering.admin.records import Collected, Limits
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
 from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import for_each_tier, named_namespaces, note, unchanged
-from tiering.secondary.admin.contract import Collected, Limits
-from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 
 _CPU_TIER = "its blocks end with the engine, so there is nothing to remove"

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
+from tiering.admin.records import KnownNamespace, UnsupportedError
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.masking import mask_text
 from tiering.cli.parameters import admin_of
 from tiering.errors import ConfigError, TieringError
-from tiering.secondary.admin.contract import KnownNamespace, UnsupportedError
-from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
 
 DRY_RUN = 3

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from tiering.admin.records import StoredBlock
+from tiering.admin.tier_admin import TierAdmin
+from tiering.admin.verification import FrameVerifier
 from tiering.cli.contents import TierContent
 from tiering.cli.output import stderr
 from tiering.errors import ConfigError
+from tiering.medium.frame import HEADER_BYTES, FrameError
 from tiering.runtime.json_text import parse_json
-from tiering.secondary.admin.contract import StoredBlock
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.admin.verification import FrameVerifier
-from tiering.secondary.io.frame import HEADER_BYTES, FrameError
 
 _AHEAD = 4
 """Blocks per concurrent read that make up one batch; progress is kept by batches."""
@@ -105,7 +105,7 @@ class Resumable:
             self._path.unlink(missing_ok=True)
 
 
-class Pace:
+class ReadPace:
     """Spreads bytes over time.
 
     Args:
@@ -152,7 +152,7 @@ async def verify_tier(
         StoreError: the blocks cannot be listed or read.
     """
     found = progress.tiers.setdefault(admin.name, Verified())
-    verifier = _Verifier(admin, Pace(rate), concurrency)
+    verifier = _Verifier(admin, ReadPace(rate), concurrency)
     console = stderr()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -200,7 +200,7 @@ async def _batches(blocks: AsyncIterator[StoredBlock], size: int) -> AsyncIterat
 class _Verifier:
     """Reads and verifies blocks, several at the same time."""
 
-    def __init__(self, admin: TierAdmin, pace: Pace, concurrency: int) -> None:
+    def __init__(self, admin: TierAdmin, pace: ReadPace, concurrency: int) -> None:
         self._admin = admin
         self._pace = pace
         self._free: asyncio.Queue[FrameVerifier] = asyncio.Queue()

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Mapping
 
 from tiering.api.masking import shown
+from tiering.block_tier.definition import TierDefinition
 from tiering.errors import ConfigError
-from tiering.secondary.definition import TierDefinition
 
 TIER_TYPES: Mapping[str, tuple[str, str]] = {
     "memory": ("tiers.memory:MEMORY_TIER", ""),

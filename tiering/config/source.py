@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(slots=True)
-class Source:
+class StackSource:
     """A stack as plain data, with its origin and the problems found so far."""
 
     name: str
@@ -35,16 +35,16 @@ class Source:
     """Problems found while reading."""
 
 
-def read_source(stack: str | os.PathLike[str] | Mapping[str, object] | Source) -> Source:
+def read_source(stack: str | os.PathLike[str] | Mapping[str, object] | StackSource) -> StackSource:
     """Read a stack from a file, a mapping or plain data, and expand its environment references.
 
     Raises:
         ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
     """
-    if isinstance(stack, Source):
-        source, carried = Source(stack.name, stack.data, stack.lines), Carried()
+    if isinstance(stack, StackSource):
+        source, carried = StackSource(stack.name, stack.data, stack.lines), Carried()
     elif isinstance(stack, Mapping):
-        source, carried = Source("stack", stack), Carried()
+        source, carried = StackSource("stack", stack), Carried()
     else:
         path = os.fspath(stack) if isinstance(stack, (str, os.PathLike)) else None
         if not isinstance(path, str):
@@ -54,14 +54,14 @@ def read_source(stack: str | os.PathLike[str] | Mapping[str, object] | Source) -
     return source
 
 
-def _read_file(path: str) -> tuple[Source, Carried]:
+def _read_file(path: str) -> tuple[StackSource, Carried]:
     text = read_text(path)
     carried = Carried()
     data, lines = parse_yaml(path, _REFERENCE.sub(carried.carry, text), carried)
-    return Source(path, data, lines), carried
+    return StackSource(path, data, lines), carried
 
 
-def read_plain(path: str | os.PathLike[str]) -> Source:
+def read_plain(path: str | os.PathLike[str]) -> StackSource:
     """Return a YAML file with its environment references as they are written.
 
     Raises:
@@ -85,7 +85,7 @@ def escaped(text: str) -> str:
     return text.replace("$", "$$") if "${" in text or "$$" in text else text
 
 
-def _expand(source: Source, value: object, path: FieldPath, carried: Carried, count: list[int]) -> object:
+def _expand(source: StackSource, value: object, path: FieldPath, carried: Carried, count: list[int]) -> object:
     count[0] += 1
     if count[0] > MAX_NODES or len(path) > MAX_DEPTH:
         raise ConfigError(f"{source.name}: more than {MAX_NODES} values, or {MAX_DEPTH} levels: this is not a stack")
@@ -104,7 +104,7 @@ def _expand(source: Source, value: object, path: FieldPath, carried: Carried, co
     return value
 
 
-def _expand_text(source: Source, text: str, path: FieldPath) -> str:
+def _expand_text(source: StackSource, text: str, path: FieldPath) -> str:
     def problem(what: str) -> None:
         source.problems.append(Problem(path, what))
 

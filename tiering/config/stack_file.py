@@ -19,7 +19,7 @@ from tiering.api.namespace import revision_digest
 from tiering.api.units import Directory, Duration, Share, Size, Strict
 from tiering.config.problems import Problem, Problems, problems_of, refuse
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.config.source import Source, escaped, read_source
+from tiering.config.source import StackSource, escaped, read_source
 from tiering.errors import ConfigError
 from tiering.secondary.options import TierOptions, known_policy
 
@@ -296,7 +296,7 @@ def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
     return found
 
 
-def load_stack(stack: str | os.PathLike[str] | Mapping[str, object] | Source) -> StackConfig:
+def load_stack(stack: str | os.PathLike[str] | Mapping[str, object] | StackSource) -> StackConfig:
     """Read and validate a stack. Opens nothing.
 
     Args:

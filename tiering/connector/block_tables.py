@@ -87,7 +87,7 @@ class BlockTables(Generic[Tracked]):
             else:
                 self._grew(req_id, block_ids)
 
-    def has_gone_back(self, state: Tracked, tokens: int) -> bool:
+    def confirm_recomputed(self, state: Tracked, tokens: int) -> bool:
         """Return True if all KV of a request may be stored, or is computed again in this step.
 
         Args:

@@ -15,7 +15,7 @@ from tiering.connector.metric import LABELS, TRANSFERS, Metric, MetricKind
 from tiering.connector.metrics import metrics_of
 from tiering.connector.stats import RECORDS, TIERS, StatsData
 from tiering.errors import ConfigError
-from tiering.secondary.stats import JOB_LATENCY_BUCKETS
+from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS
 
 
 class MetricClass(Protocol):

@@ -199,7 +199,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         for req_id, tokens in scheduled.items():
             if req_id not in storing or (state := states.get(req_id)) is None:
                 continue
-            if state.invalid_from is not None and not self._tables.has_gone_back(state, tokens):
+            if state.invalid_from is not None and not self._tables.confirm_recomputed(state, tokens):
                 continue
             if may_store and state.request.num_computed_tokens + tokens >= state.next_store_at:
                 order = self._stores.plan(state, tokens, self._step)

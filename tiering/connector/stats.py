@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from tiering.advisor.advisor import FIELDS
 from tiering.copy.contract import TransferType
-from tiering.manager.stats import MANAGER_GAUGES
-from tiering.secondary.stats import GAUGES
+from tiering.manager.manager_stats import MANAGER_GAUGES
+from tiering.secondary.tier_stats import GAUGES
 
 TIERS = "tiers"
 """Key of ``data`` for the counters of the tiers."""
@@ -85,8 +85,8 @@ class OffloadingConnectorStats:
         """Plain dicts and lists; counters are increments, gauges are present values.
 
         - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``.
-        - ``"tiers"``: the fields of :class:`tiering.secondary.stats.TierStats` by tier name.
-        - ``"manager"``: the fields of :class:`tiering.manager.stats.ManagerStats`.
+        - ``"tiers"``: the fields of :class:`tiering.secondary.tier_stats.TierStats` by tier name.
+        - ``"manager"``: the fields of :class:`tiering.manager.manager_stats.ManagerStats`.
         - ``"connector"``: the fields of the scheduler half's counters.
         """
 

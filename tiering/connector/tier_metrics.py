@@ -7,7 +7,7 @@ from functools import partial
 from tiering.advisor.advisor import FIELDS
 from tiering.connector.metric import Metric, MetricKind
 from tiering.connector.stats import TIERS
-from tiering.secondary.stats import JOB_LATENCY_BUCKETS
+from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS
 
 _counter = partial(Metric, TIERS, MetricKind.COUNTER)
 _gauge = partial(Metric, TIERS, MetricKind.GAUGE)

@@ -21,7 +21,7 @@ from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, Offlo
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import MAX_EVENTS
-from tiering.secondary.stats import JOB_LATENCY_BUCKETS, TierStats
+from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
 

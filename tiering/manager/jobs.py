@@ -14,15 +14,14 @@ from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
 from tiering.manager.answers import CREDIT, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
 from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import JobResult, TransferJob
-from tiering.secondary.intake import HELD_FOR
+from tiering.secondary.contract import HELD_FOR, JobResult, TransferJob
 
 _PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
@@ -35,7 +34,7 @@ The I/O of most overdue jobs ends within this time, because requests to shared m
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class OpenJob:
     """A job that its tier has not reported yet: a cascade or a promotion."""
 
     job_id: int
@@ -93,7 +92,7 @@ class TierJobs:
         self._broker = broker
         self._stats = stats
         self._clock = clock
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, OpenJob] = {}
         self._ids = count(1)
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}
         """Per request, the blocks that it needs and other requests are writing.
@@ -216,7 +215,7 @@ class TierJobs:
     ) -> None:
         """Submit a store of pinned rows; ``shared`` is a view of ``rows`` that the tier cannot change."""
         job_id = next(self._ids)
-        self._jobs[job_id] = Job(job_id, state, rows, _store_deadline(state, now))
+        self._jobs[job_id] = OpenJob(job_id, state, rows, _store_deadline(state, now))
         state.cascading_rows += len(rows)
         self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, shared, False, ctx, now, is_fill))
 
@@ -271,7 +270,7 @@ class TierJobs:
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
             rows.flags.writeable = False
             job_id = next(self._ids)
-            self._jobs[job_id] = Job(job_id, state, rows, state.deadline(now), promotion)
+            self._jobs[job_id] = OpenJob(job_id, state, rows, state.deadline(now), promotion)
             job = TransferJob(job_id, tuple(promotion.keys), rows, True, promotion.owner.ctx, now)
             self._submit(state, state.tier.submit_load, job)
 
@@ -334,7 +333,7 @@ class TierJobs:
         state.cascading_rows -= len(job.rows)
         state.cascade_ended = self._clock()
 
-    def _read(self, state: TierState, result: JobResult) -> tuple[Job, bool, frozenset[OffloadKey] | None]:
+    def _read(self, state: TierState, result: JobResult) -> tuple[OpenJob, bool, frozenset[OffloadKey] | None]:
         """Return the job of a result, its success, and the keys that succeeded.
 
         None instead of the keys means that all share the fate of ``success``, or that the success of some does not

@@ -24,6 +24,7 @@ from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingCont
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import TRUTH
 from tiering.manager.jobs import TierJobs
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
@@ -32,7 +33,6 @@ from tiering.manager.requests import Request, Requests
 from tiering.manager.reservations import Reservations
 from tiering.manager.rest import Rest
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.stats import ManagerStats
 from tiering.manager.steps import TierSteps
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -462,7 +462,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _on_retired(self, state: TierState) -> None:
         """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
-        self._promotions.give_up_all(state)
+        self._promotions.fail_all(state)
         self._stats.queued_retired += self._broker.empty(state)
 
     def _before_reset(self) -> None:
@@ -471,7 +471,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs.collect()
         self._stats.queued_reset += self._jobs.drop_all()
         self._promotions.reset(self._jobs.running_promotions())
-        self._requests.forget_refusals()
+        self._requests.drop_refusals()
 
     def shutdown(self) -> None:
         if get_ident() != self._owner.ident:

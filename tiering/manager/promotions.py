@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows, as_rows
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.room import RoomWaiters
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
@@ -356,7 +356,7 @@ class Promotions:
                 request.refused.add(key)
         self._primary.disown(promotion.keys, as_rows(promotion.rows))
 
-    def give_up_all(self, state: TierState) -> None:
+    def fail_all(self, state: TierState) -> None:
         """Give up all running promotions from a tier that is out of service until a restart."""
         for promotion in self._running.get(state.rank, ()):
             if promotion.awaited and not promotion.ended:

@@ -7,8 +7,8 @@ from typing import Any
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.keys import PRIMARY_TIER
 from tiering.manager.jobs import TierJobs
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.reservations import Reservations
-from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
@@ -46,7 +46,7 @@ def report(
 
 
 def _primary_fields(primary: CPUPrimaryTierOffloadingManager, stats: ManagerStats) -> dict[str, int | float]:
-    """Return the fields of :class:`tiering.secondary.stats.TierStats` that apply to the primary tier."""
+    """Return the fields of :class:`tiering.secondary.tier_stats.TierStats` that apply to the primary tier."""
     buffer, blocks = primary.get_kv_memoryview(), len(primary.readable)
     return {
         "blocks": blocks,

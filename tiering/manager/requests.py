@@ -188,7 +188,7 @@ class Requests:
             if state.in_service and not (state.queue and state.queue.finish(request.ctx)):
                 self._tiers.call(state, state.tier.on_request_finished, request.ctx)
 
-    def forget_refusals(self) -> None:
+    def drop_refusals(self) -> None:
         """Let all requests look for blocks anew, after a reset."""
         for request in self.known.values():
             request.refused.clear()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows, as_rows
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
-from tiering.manager.stats import ManagerStats
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 

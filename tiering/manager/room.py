@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
+from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
-from tiering.manager.stats import ManagerStats
 from tiering.manager.tiers import TierState
 
 MAX_WAITING = 64

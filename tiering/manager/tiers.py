@@ -18,7 +18,7 @@ from tiering.api.masking import shown
 from tiering.errors import ConfigError
 from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_events, text_of, truth
 from tiering.manager.cascade_queue import CascadeQueue
-from tiering.manager.stats import ManagerStats
+from tiering.manager.manager_stats import ManagerStats
 from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")

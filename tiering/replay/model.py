@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from tiering.api.units import Duration, Size, Strict
 from tiering.config.problems import problems_of, refuse
 from tiering.config.registry import tier_definition
-from tiering.config.source import Source, read_plain
+from tiering.config.source import StackSource, read_plain
 from tiering.errors import ConfigError
 from tiering.secondary.options import TierOptions
 
@@ -118,7 +118,7 @@ def load_model(path: Path | None, changes: Mapping[str, object]) -> ReplayModel:
     Raises:
         ConfigError: the file cannot be read, or a value is wrong; the message lists all problems.
     """
-    source = Source("model", {}) if path is None else read_plain(path)
+    source = StackSource("model", {}) if path is None else read_plain(path)
     if not isinstance(source.data, dict):
         raise ConfigError(f"{source.name}: is not a mapping; write lines like prefill_tokens_per_second: 20000")
     try:

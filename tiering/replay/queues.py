@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tiering.block_store import Done, Outcome
 from tiering.errors import OverdueError
-from tiering.secondary.io.messages import IoJob, IoResult
+from tiering.medium.block_store import Done, Outcome
+from tiering.medium.messages import IoJob, IoResult
 
 
 @dataclass(frozen=True, slots=True)

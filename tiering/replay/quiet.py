@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from tiering.block_tier.life import PlacePrefix
+from tiering.block_tier.tier import BlockTier
+from tiering.index.tier_index import TierIndex
+from tiering.medium.layers.breaker import BreakerState
 from tiering.replay.simulated import Clock, SimulatedIo
-from tiering.secondary.block_tier import BlockTier
 from tiering.secondary.contract import JobResult, TierContext, TransferJob
-from tiering.secondary.index.contract import TierIndex
-from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.life import PlacePrefix
 from tiering.secondary.options import BlockTierOptions
 
 LOOK_AGAIN = 1.0

@@ -10,14 +10,14 @@ from functools import partial
 from itertools import count, repeat
 from typing import Any
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import OverdueError, StoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.medium.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
+from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.breaker import Breakers
+from tiering.medium.messages import IoJob, IoKind, IoResult, IoTask
 from tiering.replay.model import MediumModel
 from tiering.replay.queues import LoadQueue, Speed, StoreQueue
-from tiering.secondary.io.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
-from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoJob, IoKind, IoResult, IoTask
-from tiering.secondary.io.stats import IoStats
 from tiering.secondary.options import BlockTierOptions
 
 SLOT_HEADER_BYTES = 4096

@@ -11,14 +11,14 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError
+from tiering.index.shared import SharedIndex
+from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.replay.model import MediumModel, ReplayModel
 from tiering.replay.quiet import QuietTier
 from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
 from tiering.secondary.contract import TierContext
-from tiering.secondary.index.shared import SharedIndex
-from tiering.secondary.index.slots import SlotIndex
 from tiering.secondary.options import (
     BlockTierOptions,
     CompressionOptions,

@@ -15,7 +15,7 @@ import yaml
 
 from tiering.api.masking import masked
 from tiering.api.units import parse_size
-from tiering.config.source import Source
+from tiering.config.source import StackSource
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 
@@ -117,7 +117,7 @@ def _scalar(text: str) -> object:
     return value if isinstance(value, (int, float, bool)) else text
 
 
-def points(stack: Mapping[str, Any] | Source, axes: Sequence[Axis]) -> list[Point]:
+def points(stack: Mapping[str, Any] | StackSource, axes: Sequence[Axis]) -> list[Point]:
     """Return the variants of a stack: all combinations, with and without secondary tiers.
 
     The variants with all tiers come first. Those without each secondary tier follow, and last those without any.
@@ -129,7 +129,7 @@ def points(stack: Mapping[str, Any] | Source, axes: Sequence[Axis]) -> list[Poin
     Raises:
         ConfigError: there are too many variants, a word is not in the stack, or a variant is invalid.
     """
-    source = stack if isinstance(stack, Source) else Source("stack", stack)
+    source = stack if isinstance(stack, StackSource) else StackSource("stack", stack)
     if not isinstance(source.data, Mapping):
         load_stack(source)  # raises, with the reason
     words = dict(cast("Mapping[str, Any]", source.data))
@@ -149,7 +149,7 @@ def points(stack: Mapping[str, Any] | Source, axes: Sequence[Axis]) -> list[Poin
         if gone:
             variant["secondary"] = [tier for index, tier in enumerate(variant["secondary"]) if index not in gone]
         at = "".join(f" --sweep {name}={value}" for name, value in settings.items())
-        config = load_stack(Source(f"{source.name} with{at}" if at else source.name, variant, source.lines))
+        config = load_stack(StackSource(f"{source.name} with{at}" if at else source.name, variant, source.lines))
         if tiers:
             settings[SECONDARY] = "+".join(tier.tier_name for tier in config.secondary) or NO_TIERS
         if (key := tuple(settings.values())) not in known:
@@ -170,7 +170,7 @@ def _shown(word: object, value: object) -> object:
     return masked(word, value)
 
 
-def _set(words: dict[str, Any], axis: Axis, value: object, source: Source) -> None:
+def _set(words: dict[str, Any], axis: Axis, value: object, source: StackSource) -> None:
     """Set the swept word in a variant of the stack that was read from ``source``."""
     place: Any = words
     for part in axis.path[:-1]:

@@ -1,4 +1,4 @@
-"""Secondary tiers: the generic tier, its indexes, its I/O side and the layers around a store.
+"""The contract of a secondary tier: its manager, jobs, options and counters.
 
-The manager, the packages above it and the tiers import it; the primary tier does not.
+The manager, the rooms above it and the tiers import it; the primary tier does not.
 """

@@ -26,10 +26,14 @@ from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import Rows
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 
 Distance = Literal["process", "machine", "network"]
 """Distance of a medium: memory of this process, a device of this machine, or a service on the network."""
+
+
+HELD_FOR = 600.0
+"""Seconds for which a tier that holds a block is assumed to hold it."""
 
 
 @dataclass(frozen=True, slots=True)

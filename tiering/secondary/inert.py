@@ -9,7 +9,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 
 
 class InertTier:

@@ -3,7 +3,7 @@
 The options of a tier are opt-in. :class:`TierOptions` has the words of every tier. The class of one tier adds words of
 its own, and takes further common words by mix-ins:
 
-- :class:`BlockTierOptions`: the words that :class:`tiering.secondary.block_tier.BlockTier` honours by itself.
+- :class:`BlockTierOptions`: the words that :class:`tiering.block_tier.tier.BlockTier` honours by itself.
 - :class:`CapacityOptions`: a bounded size.
 - :class:`SlotOptions`: a bounded size and eviction, as a slot index has them.
 - :class:`SharedOptions`: results of probes, as a shared index keeps them.
@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from tiering.api.masking import shown
 from tiering.api.units import Duration, Share, Size, Strict
-from tiering.secondary.io.depth import AUTO_DEPTH, DepthBounds, fixed_depth
+from tiering.runtime.depth import AUTO_DEPTH, DepthBounds, fixed_depth
 from tiering.table.block_table import load_policy
 
 

@@ -194,7 +194,7 @@ class CPUBlockPool:
         return events
 
     def get_stats(self) -> Mapping[str, Any]:
-        """Return fields of :class:`tiering.secondary.stats.TierStats`, under ``primary``."""
+        """Return fields of :class:`tiering.secondary.tier_stats.TierStats`, under ``primary``."""
         blocks, size = len(self.cached), self._block_bytes
         return {
             "primary": {

@@ -10,7 +10,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.tracked import NEVER
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.state import GroupState, Offer, RequestState
+from tiering.simple.state import Offer, SimpleGroupState, SimpleRequestState
 
 
 class EagerStores:
@@ -30,7 +30,7 @@ class EagerStores:
         """
         self._cpu = cpu
         self._groups = groups
-        self._running: dict[OffloadKey, GroupState | set[GroupState]] = {}
+        self._running: dict[OffloadKey, SimpleGroupState | set[SimpleGroupState]] = {}
         """Name → the running request's group that has offered the block, or a set of several such groups.
 
         Nearly all blocks have one owner, and need no set of their own.
@@ -46,7 +46,7 @@ class EagerStores:
         """True if no running request has offered a block that is still tracked."""
         return not self._running and not self._places
 
-    def offers(self, state: RequestState, pool: GPUBlockPool, room: int, is_last: bool = False) -> list[Offer]:
+    def offers(self, state: SimpleRequestState, pool: GPUBlockPool, room: int, is_last: bool = False) -> list[Offer]:
         """Return a request's new blocks to store now; blocks without room are offered again next time.
 
         Args:
@@ -81,7 +81,7 @@ class EagerStores:
         state.next_store_at = next_at
         return chosen
 
-    def lost(self, state: RequestState, pool: GPUBlockPool) -> list[Offer]:
+    def lost(self, state: SimpleRequestState, pool: GPUBlockPool) -> list[Offer]:
         """Return the blocks of ``state`` that the CPU pool has evicted and has room for again."""
         chosen: list[Offer] = []
         cpu, running = self._cpu, self._running
@@ -120,7 +120,7 @@ class EagerStores:
             if stale:  # All owners have other tokens there now.
                 del running[key], places[key]
 
-    def forget(self, state: RequestState) -> None:
+    def forget(self, state: SimpleRequestState) -> None:
         """Drop the record of a request that gives its blocks back or has ended."""
         running, places = self._running, self._places
         for group in state.groups:
@@ -134,7 +134,7 @@ class EagerStores:
                     del running[key], places[key]
             group.lost.clear()
 
-    def leave_over(self, state: RequestState) -> None:
+    def leave_over(self, state: SimpleRequestState) -> None:
         """Keep the blocks of a finished request that are not stored yet.
 
         Later steps store them, as long as the GPU blocks keep their content.
@@ -166,11 +166,11 @@ class EagerStores:
         self._left_over.clear()
 
     @staticmethod
-    def _end(state_of: GroupState, group: OffloadGroup, tokens: int) -> int:
+    def _end(state_of: SimpleGroupState, group: OffloadGroup, tokens: int) -> int:
         """Return the position behind the last whole block of ``tokens`` tokens."""
         return min(tokens // group.gpu_block_size, len(state_of.keys), len(state_of.block_ids))
 
-    def _advance(self, group: GroupState, end: int) -> None:
+    def _advance(self, group: SimpleGroupState, end: int) -> None:
         """Record that the blocks of ``group`` before ``end`` were offered."""
         running, keys = self._running, group.keys[group.cursor : end]
         self._places.update(zip(keys, range(group.cursor, end), strict=True))
@@ -184,7 +184,7 @@ class EagerStores:
 
     @staticmethod
     def _still_there(
-        state: RequestState,
+        state: SimpleRequestState,
         group: OffloadGroup,
         start: int,
         keys: Sequence[OffloadKey],

@@ -13,7 +13,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.tracked import BlockIds
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.state import Offer, RequestState
+from tiering.simple.state import Offer, SimpleRequestState
 
 
 def lazy_target(groups: Sequence[OffloadGroup], max_batch_tokens: int) -> int:
@@ -132,7 +132,7 @@ class LazyStores:
         self._offloaded.clear()
 
 
-class HandedOutTables(BlockTables[RequestState]):
+class HandedOutTables(BlockTables[SimpleRequestState]):
     """Block tables that pass GPU blocks on to the lazy mode when requests get them.
 
     Args:
@@ -141,11 +141,11 @@ class HandedOutTables(BlockTables[RequestState]):
         lazy: the lazy mode.
     """
 
-    def __init__(self, groups: Sequence[OffloadGroup], states: dict[str, RequestState], lazy: LazyStores) -> None:
+    def __init__(self, groups: Sequence[OffloadGroup], states: dict[str, SimpleRequestState], lazy: LazyStores) -> None:
         super().__init__(groups, states)
         self._lazy = lazy
 
-    def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
+    def _assign(self, state: SimpleRequestState, block_ids: BlockIds) -> None:
         # Known blocks were handed out before; another request may have got them as well since.
         starts = [len(old) if old == ids[: len(old)] else 0 for old, ids in zip(state.tables, block_ids, strict=True)]
         self._handed_out(state, [ids[start:] for ids, start in zip(block_ids, starts, strict=True)], starts)
@@ -157,7 +157,7 @@ class HandedOutTables(BlockTables[RequestState]):
             self._handed_out(state, block_ids, [len(table) for table in state.tables])
         super()._grew(req_id, block_ids)
 
-    def _handed_out(self, state: RequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
+    def _handed_out(self, state: SimpleRequestState, block_ids: BlockIds, starts: Sequence[int]) -> None:
         """Pass new GPU blocks of a request on, with the part of them that may be stored.
 
         Args:

@@ -36,12 +36,12 @@ from tiering.simple.eager import EagerStores
 from tiering.simple.lazy import HandedOutTables, LazyStores, lazy_target
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.state import Blocks, GroupState, Load, Offer, RequestState, Store
+from tiering.simple.state import Blocks, Load, Offer, SimpleGroupState, SimpleRequestState, Store
 
 logger = logging.getLogger("kv_tiering.simple")
 
 
-class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
+class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
     """The scheduler half of a CPU pool that mirrors the GPU's blocks."""
 
     def __init__(
@@ -108,14 +108,14 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
         """Set the engine's own block pool; no block is stored or loaded before this call."""
         self._gpu = gpu_block_pool
 
-    def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> RequestState:
-        groups = [GroupState() for _ in self.groups]
-        return RequestState(request, policy, groups, ctx, may_load=policy.load, rewinding=self.eager.forget)
+    def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> SimpleRequestState:
+        groups = [SimpleGroupState() for _ in self.groups]
+        return SimpleRequestState(request, policy, groups, ctx, may_load=policy.load, rewinding=self.eager.forget)
 
     def _is_paused(self) -> bool:
         return self._gpu is None
 
-    def _load(self, state: RequestState, external_tokens: int) -> int:
+    def _load(self, state: SimpleRequestState, external_tokens: int) -> int:
         """Order the load of the request's last hit.
 
         A block that was evicted from the CPU pool after the match is ordered as :data:`NOT_HELD`; the worker reports
@@ -144,7 +144,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
         self._counters.hits_shrunk += NOT_HELD in load.cpu_blocks
         return hits
 
-    def _ended(self, state: RequestState) -> None:
+    def _ended(self, state: SimpleRequestState) -> None:
         """Order the blocks that are computed and not stored yet, e.g. the last full block.
 
         Nothing is ordered while a load of the request has not ended. A load that was not given to the workers yet is
@@ -198,7 +198,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
             state
             for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
             if (state := self.states.get(req_id)) is not None
-            and (state.invalid_from is None or self._tables.has_gone_back(state, tokens))
+            and (state.invalid_from is None or self._tables.confirm_recomputed(state, tokens))
         ]
         if gpu is not None and self.lazy_offload:
             ordered += self._take(self.lazy.offers(gpu, room, suspects), gpu)
@@ -294,7 +294,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[RequestState]):
         """Return all copies that have not ended and that the workers may have received."""
         return chain(chain.from_iterable(self._loads.values()), self._stores)
 
-    def _take_request(self, state: RequestState, gpu: GPUBlockPool, is_last: bool = False) -> list[Blocks]:
+    def _take_request(self, state: SimpleRequestState, gpu: GPUBlockPool, is_last: bool = False) -> list[Blocks]:
         ordered: list[Blocks] = []
         if state.storable_tokens() >= state.next_store_at:
             state.extend_keys(self.groups)

@@ -24,7 +24,7 @@ stores blocks whose request has ended.
 
 
 @dataclass(slots=True, eq=False)
-class GroupState(tracked.GroupState):
+class SimpleGroupState(tracked.GroupState):
     """One KV-cache group of a request; compared by identity."""
 
     lost: set[int] = field(default_factory=set)
@@ -32,7 +32,7 @@ class GroupState(tracked.GroupState):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RequestState(tracked.TrackedRequest[GroupState]):
+class SimpleRequestState(tracked.TrackedRequest[SimpleGroupState]):
     """One request, as the simple scheduler sees it."""
 
     rewinding: Callable[[Self], None]
@@ -42,7 +42,7 @@ class RequestState(tracked.TrackedRequest[GroupState]):
 
     def rewind(self) -> None:
         self.rewinding(self)
-        super(RequestState, self).rewind()
+        super(SimpleRequestState, self).rewind()
 
     def storable_tokens(self) -> int:
         """Return the number of tokens that may be stored, because their KV is computed and final.
@@ -58,7 +58,7 @@ class RequestState(tracked.TrackedRequest[GroupState]):
 class Load:
     """A load that was ordered and has not ended."""
 
-    state: RequestState
+    state: SimpleRequestState
     """The request whose blocks are loaded."""
     gpu_blocks: list[int]
     """GPU blocks that are filled."""

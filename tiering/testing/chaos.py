@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import DeviceError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.secondary.io.layers.layer import StoreLayer
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.medium.layers.layer import StoreLayer
 
 
 class Fault(enum.Enum):

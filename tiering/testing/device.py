@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 
 _PAGE = 4096
 

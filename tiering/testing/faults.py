@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import PermanentStoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.testing.chaos import ChaosLayer, ChaosPlan
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.errors import CorruptBlockError
-from tiering.secondary.io.frame import HEADER_BYTES, MAGIC, SEQUENCE, encode_header, verify, verify_raw
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.medium.frame import HEADER_BYTES, MAGIC, SEQUENCE, encode_header, verify, verify_raw
 from tiering.testing.keys import key_of
 
 __all__ = [

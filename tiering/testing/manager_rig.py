@@ -90,5 +90,5 @@ class ManagerRig:
         self.manager.on_schedule_end()
 
     def stat(self, name: str) -> int:
-        """Return a counter or gauge of :class:`~tiering.manager.stats.ManagerStats` by its name."""
+        """Return a counter or gauge of :class:`~tiering.manager.manager_stats.ManagerStats` by its name."""
         return int(self.manager.get_stats()["manager"][name])

@@ -1,4 +1,4 @@
-"""The conformance suite of block stores: the guarantees of :mod:`tiering.block_store`.
+"""The conformance suite of block stores: the guarantees of :mod:`tiering.medium.block_store`.
 
 The suite checks a store against its medium. Subclass :class:`BlockStoreTests` in a pytest module, make the store there,
 and reach its medium without the store::
@@ -20,8 +20,8 @@ from typing import ClassVar
 
 import pytest
 
-from tiering.block_store import BlockStore, Done, Place
 from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import BlockStore, Done, Place
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes, is_verified
 
 DOCUMENT = "conformance-1.json"

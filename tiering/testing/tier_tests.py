@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from tiering.api.keys import OffloadKey
-from tiering.block_store import Place
+from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig

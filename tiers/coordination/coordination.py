@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from tiering.api.keys import OffloadKey
-from tiering.block_store import Place, StoreProbe
+from tiering.block_tier.coordination import Claim, Coordination, Heard
 from tiering.errors import StoreError, TemporaryStoreError
+from tiering.medium.block_store import Place, StoreProbe
 from tiering.runtime.flag import Flag
 from tiering.runtime.pool import ThreadPool
-from tiering.secondary.coordination import Claim, Coordination, Heard
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
 from tiers.coordination.filling import Filling

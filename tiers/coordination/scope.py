@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tiering.api.keys import OffloadKey
-from tiering.block_store import Place
+from tiering.block_tier.coordination import Claim, Inbox
 from tiering.errors import StoreError
-from tiering.secondary.coordination import Claim, Inbox
+from tiering.medium.block_store import Place
 from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word
 
@@ -166,10 +166,10 @@ class Scope:
             )
         for claim in claims:
             self._grant(claim, next(replies), next(replies))
-        _forget(queue.stored, len(stored))
-        _forget(queue.released, len(released))
-        _forget(queue.claims, len(taken))
-        _forget(queue.declined, len(declined))
+        _drop(queue.stored, len(stored))
+        _drop(queue.released, len(released))
+        _drop(queue.claims, len(taken))
+        _drop(queue.declined, len(declined))
 
     def _watch(self) -> list[bytes]:
         """Note which blocks this machine is interested in, and return their digests."""
@@ -222,6 +222,6 @@ def _checked(replies: Sequence[object], *, skip: int) -> Iterator[object]:
     return iter(replies[skip:])
 
 
-def _forget(words: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:
+def _drop(words: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:
     for _ in range(min(count, len(words))):
         words.popleft()

@@ -18,14 +18,14 @@ import logging
 import os
 from pathlib import Path
 
-from tiering.secondary.admin.tier_admin import TierAdmin
+from tiering.admin.tier_admin import TierAdmin
+from tiering.block_tier.definition import TierDefinition
+from tiering.medium.files import Files
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.files import Files
 from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from tiers.local.layout import tier_directory
-from tiers.local.options import LocalOptions
-from tiers.local.segments import Geometry
+from tiers.local.local_options import LocalOptions
+from tiers.local.segments import SegmentGeometry
 from tiers.local.store import LocalStore
 from tiers.local.tier import LocalTier
 
@@ -33,10 +33,10 @@ __all__ = [
     "LOCAL_TIER",
     "Checkpoint",
     "Files",
-    "Geometry",
     "LocalOptions",
     "LocalStore",
     "LocalTier",
+    "SegmentGeometry",
     "read_checkpoint",
     "tier_directory",
     "write_checkpoint",

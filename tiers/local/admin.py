@@ -17,10 +17,8 @@ from pathlib import Path
 
 import aiofiles
 
-from tiering.api.namespace import fingerprint_of
-from tiering.api.units import format_bytes
-from tiering.errors import InUseError, OutOfSpaceError, PermanentStoreError
-from tiering.secondary.admin.contract import (
+from tiering.admin.namespaces import known_namespaces, namespace_of
+from tiering.admin.records import (
     Collected,
     EpochState,
     Finding,
@@ -29,19 +27,21 @@ from tiering.secondary.admin.contract import (
     Severity,
     StoredBlock,
 )
-from tiering.secondary.admin.namespaces import known_namespaces, namespace_of
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
-from tiering.secondary.io.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
+from tiering.admin.tier_admin import TierAdmin
+from tiering.api.namespace import fingerprint_of
+from tiering.api.units import format_bytes
+from tiering.epochs.epoch import EPOCHS, EpochDocument
+from tiering.errors import InUseError, OutOfSpaceError, PermanentStoreError
+from tiering.medium.files import DIRECTORY_MODE, Files, store_error
+from tiering.medium.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
 from tiering.secondary.options import TierOptions
-from tiering.secondary.service.epoch import EPOCHS, EpochDocument
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
 from tiers.local.layout import PAGE, REPLICA_PREFIX, tier_directory
+from tiers.local.local_options import LocalOptions
 from tiers.local.lock import DirectoryLock, owner_of
-from tiers.local.options import LocalOptions
 from tiers.local.probes import nearest_existing, probe_directory
 from tiers.local.segments import is_segment, segment_shape
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from tiering.block_store import Place
 from tiering.errors import DeviceError, StoreError
+from tiering.index.slots import SlotIndex
+from tiering.medium.block_store import Place
+from tiering.medium.chore import Chore
+from tiering.medium.files import store_error
+from tiering.medium.layers.breaker import BreakerState
+from tiering.medium.side import IoSide
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.chore import Chore
-from tiering.secondary.files import store_error
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.io.side import IoSide
 from tiers.local.layout import PAGE
 from tiers.local.store import LocalStore
 

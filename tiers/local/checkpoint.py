@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from tiering.secondary.files import Files
-from tiering.secondary.index.slots import SlotsSlice
+from tiering.index.slots import SlotsSlice
+from tiering.medium.files import Files
 from tiering.table.policies.policy import RowKeys
-from tiers.local.segments import Geometry
+from tiers.local.segments import SegmentGeometry
 
 CHECKPOINT_NAME = "checkpoint"
 
@@ -57,7 +57,7 @@ FileState = tuple[int, int]
 class Checkpoint:
     """The content of a checkpoint."""
 
-    geometry: Geometry
+    geometry: SegmentGeometry
     """Shape of the segments."""
     fingerprint: bytes
     """Fingerprint of the namespace and epoch of the held blocks."""
@@ -116,7 +116,7 @@ class CheckpointBuilder:
         sequence: sequence number of the checkpoint.
     """
 
-    def __init__(self, geometry: Geometry, fingerprint: bytes, generation: int, sequence: int) -> None:
+    def __init__(self, geometry: SegmentGeometry, fingerprint: bytes, generation: int, sequence: int) -> None:
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.generation = generation
@@ -236,7 +236,7 @@ def write_checkpoint(
     return len(slots)
 
 
-def read_checkpoint(directory: Path, geometry: Geometry, files: Files | None = None) -> Checkpoint | str:
+def read_checkpoint(directory: Path, geometry: SegmentGeometry, files: Files | None = None) -> Checkpoint | str:
     """Return the checkpoint in ``directory``, or the reason why it cannot be used.
 
     Never raises, whatever the file contains. The checkpoint may belong to any namespace.

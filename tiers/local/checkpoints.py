@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 
 from tiering.api.namespace import Namespace
-from tiering.secondary.chore import Backoff, Chore
-from tiering.secondary.files import store_error
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.frame import SEQUENCE
-from tiering.secondary.io.side import IoSide
+from tiering.index.slots import SlotIndex
+from tiering.medium.chore import Backoff, Chore
+from tiering.medium.files import store_error
+from tiering.medium.frame import SEQUENCE
+from tiering.medium.side import IoSide
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.store import Inspection, LocalStore
 
@@ -146,7 +146,7 @@ class Checkpoints(Chore):
         def write() -> int:
             try:
                 blocks = write_checkpoint(store.directory, builder, store.files, store.segments.modified())
-                store.marks.forget_before(builder.generation)
+                store.marks.drop_before(builder.generation)
             except OSError as error:
                 raise store_error(error, "cannot write a checkpoint") from error
             return blocks

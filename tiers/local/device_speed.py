@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from tiering.secondary.files import Files, store_error
+from tiering.medium.files import Files, store_error
 
 FIO_SECONDS = 60.0
 """Seconds that fio may take beyond its measurement."""

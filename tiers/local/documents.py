@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary.files import DIRECTORY_MODE, Files, store_error
+from tiering.medium.files import DIRECTORY_MODE, Files, store_error
 from tiers.local.lock import DirectoryLock
 
 logger = logging.getLogger("kv_tiering.local")

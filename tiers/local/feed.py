@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
-from tiering.secondary.chore import Backoff, Chore
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.frame import SEQUENCE
-from tiering.secondary.io.side import IoSide
+from tiering.index.slots import SlotIndex
+from tiering.medium.chore import Backoff, Chore
+from tiering.medium.frame import SEQUENCE
+from tiering.medium.side import IoSide
 from tiering.secondary.options import BreakerOptions
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
 from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
@@ -115,7 +115,7 @@ class RecoveryFeed(Chore):
         """True if the last attempt ended with an error."""
         return self.active and self.failures > 0
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """Drop the blocks that are not merged yet, because another directory is in place of the opened one.
 
         A task may still be running (:attr:`running`).

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tiering.index.slots import SlotIndex
+from tiering.medium.chore import Chore
+from tiering.medium.messages import IoTask
+from tiering.medium.side import IoSide
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.chore import Chore
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.messages import IoTask
-from tiering.secondary.io.side import IoSide
-from tiers.local.new_segments import Pace
+from tiers.local.new_segments import SegmentPace
 from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
@@ -75,7 +75,7 @@ class Growth:
         self._per_segment = store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
-        self._pace: Pace | None = None
+        self._pace: SegmentPace | None = None
         self._complete = False
         self._spares_strangers = False
         """True if the next segment would cost files of another shape.
@@ -119,7 +119,7 @@ class Growth:
         self._stopped = True
         self._tell_index()
         if self._pace is not None:
-            self._pace.abandon()
+            self._pace.drop()
 
     def start_over(self) -> None:
         """Forget all segments, because another directory is in place of the opened one."""
@@ -129,7 +129,7 @@ class Growth:
         self._no_space_until = float("-inf")
         self._tell_index()
         if self._pace is not None:
-            self._pace.abandon()
+            self._pace.drop()
 
     def lose(self, number: int) -> None:
         """Forget a damaged segment; it is replaced."""
@@ -205,7 +205,7 @@ class Growth:
         needed = free < max(1, wanted)
         if free >= max(self._per_segment, wanted) or (self._spares_strangers and not needed):
             return
-        pace = self._pace = Pace()
+        pace = self._pace = SegmentPace()
         store = self._store
         taken = self._seen | {slot // self._per_segment for slot in self._index.states.leaving}
 
@@ -238,7 +238,7 @@ class Growth:
 
         The segments with most of these slots are the first, because they hold the fewest blocks.
         """
-        self._pace = Pace()
+        self._pace = SegmentPace()
         store, counts = self._store, Counter(slot // self._per_segment for slot in refused)
         worst = [number for number, _ in counts.most_common()]
         relapsed = self._clock() < self._restored + 2 * RETRY_SPACE_SECONDS

@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 
 from tiering.errors import InUseError, PermanentStoreError
+from tiering.medium.files import open_plain, store_error
 from tiering.runtime.json_text import parse_json
-from tiering.secondary.files import open_plain, store_error
 from tiers.local.layout import REPLICA_PREFIX
 
 LOCK_NAME = "lock"
@@ -203,7 +203,7 @@ class DirectoryLock:
             "stop that process, or give this engine a path (or a data-parallel replica) of its own"
         )
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         """Release the lock in a child made by fork; the parent's lock must end with the parent."""
         self.release()
 
@@ -278,7 +278,7 @@ def _after_fork() -> None:
     global _guard  # noqa: PLW0603 - a thread of the parent may hold it
     _guard = threading.Lock()
     for lock in list(_held):
-        lock._forget()
+        lock._drop()
 
 
 os.register_at_fork(after_in_child=_after_fork)

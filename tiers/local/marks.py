@@ -17,8 +17,8 @@ import threading
 from collections.abc import Container
 from pathlib import Path
 
-from tiering.secondary.files import Files
-from tiers.local.segments import Geometry
+from tiering.medium.files import Files
+from tiers.local.segments import SegmentGeometry
 
 _HEADER = struct.Struct("<8sQQII")
 _MAGIC = b"KVTMARK1"
@@ -46,7 +46,7 @@ class WrittenMarks:
         durable: marks survive a loss of power, not only the death of the process.
     """
 
-    def __init__(self, directory: Path, geometry: Geometry, files: Files, *, durable: bool) -> None:
+    def __init__(self, directory: Path, geometry: SegmentGeometry, files: Files, *, durable: bool) -> None:
         self._directory = directory
         self._geometry = geometry
         self._files = files
@@ -75,7 +75,7 @@ class WrittenMarks:
     def begin(self) -> int:
         """Begin a new generation with nothing marked, and return its number.
 
-        Older generations stay until :meth:`forget_before`.
+        Older generations stay until :meth:`drop_before`.
         """
         number = max([self.generation, *self._numbers()]) + 1
         geometry = self._geometry
@@ -114,7 +114,7 @@ class WrittenMarks:
         self._use(newest, fd, self._read(newest) or set())
         return marked
 
-    def forget_before(self, generation: int) -> None:
+    def drop_before(self, generation: int) -> None:
         """Delete older generations, because the checkpoint of ``generation`` is complete."""
         for number in self._numbers():
             if number < generation:

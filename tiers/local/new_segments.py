@@ -13,11 +13,11 @@ import time
 from collections.abc import Collection
 
 from tiering.errors import OutOfSpaceError
+from tiering.medium.files import store_error
 from tiering.runtime.flag import Flag
-from tiering.secondary.files import store_error
+from tiers.local.directory_room import UNRESERVED, Room
 from tiers.local.layout import FRESH, used_bytes_of_few
 from tiers.local.marks import WrittenMarks
-from tiers.local.room import UNRESERVED, Room
 from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")
@@ -35,7 +35,7 @@ COUNTED_AT_ONCE = 10_000
 """Most files of a new directory that are counted before the tier serves."""
 
 
-class Pace:
+class SegmentPace:
     """The speed at which a new segment is written ahead.
 
     Args:
@@ -52,7 +52,7 @@ class Pace:
         self._began: float | None = None
 
     @classmethod
-    def of_first(cls) -> Pace:
+    def of_first(cls) -> SegmentPace:
         """Return the pace of the first segments of a directory, for which the tier's opening waits."""
         return cls(share=1.0, pieces=FIRST_BYTES // FILL_BYTES)
 
@@ -71,7 +71,7 @@ class Pace:
         """End the writing ahead, because the segment is needed now."""
         self._hurry.set()
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """End the creation, because the segment is not needed any more.
 
         A file whose space could not be reserved is not written to its end then.
@@ -99,7 +99,7 @@ class NewSegments:
         self._files = segments.files
         self._unreserved = False
 
-    def add(self, pace: Pace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
+    def add(self, pace: SegmentPace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
         """Create one more segment and return its number; None if the capacity is used up.
 
         Args:
@@ -121,7 +121,7 @@ class NewSegments:
             raise store_error(error, self._no_segment("cannot add a segment")) from error
         return number
 
-    def add_first(self, pace: Pace) -> list[int]:
+    def add_first(self, pace: SegmentPace) -> list[int]:
         """Create the first segments of a directory without any, at least one, and return their numbers.
 
         A small directory gets all of its segments now, as far as they fit beside files that this engine cannot use; the
@@ -196,7 +196,7 @@ class NewSegments:
                 return number
         return None
 
-    def _create(self, segment: int, pace: Pace) -> None:
+    def _create(self, segment: int, pace: SegmentPace) -> None:
         """Create ``segment``: its space is reserved, and ``pace`` limits how much of it is written once.
 
         The file gets its name only when it is complete.
@@ -230,7 +230,7 @@ class NewSegments:
             self._files.unlink(fresh)
             raise
 
-    def _reserve(self, fd: int, pace: Pace) -> None:
+    def _reserve(self, fd: int, pace: SegmentPace) -> None:
         """Reserve the new file's space, and write as much of it as ``pace`` allows.
 
         On file systems that reserve no space, the whole file is written.
@@ -250,7 +250,7 @@ class NewSegments:
         else:
             self._fill(fd, pace)
 
-    def _fill(self, fd: int, pace: Pace, *, wholly: bool = False) -> None:
+    def _fill(self, fd: int, pace: SegmentPace, *, wholly: bool = False) -> None:
         zeros = memoryview(mmap.mmap(-1, min(FILL_BYTES, self._geometry.segment_bytes)))
         offset, end = 0, self._geometry.segment_bytes
         while offset < end and (pace.proceed() or wholly):

@@ -10,16 +10,16 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from tiering.admin.records import Finding, Severity
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError
-from tiering.secondary.admin.contract import Finding, Severity
-from tiering.secondary.files import DIRECTORY_MODE, Files
+from tiering.medium.files import DIRECTORY_MODE, Files
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.direct import probe_direct
 from tiers.local.layout import REPLICA_PREFIX, used_bytes
+from tiers.local.local_options import LocalOptions
 from tiers.local.lock import LOCK_NAME, owner_of
-from tiers.local.options import LocalOptions
-from tiers.local.segments import MAX_OPEN, Geometry
+from tiers.local.segments import MAX_OPEN, SegmentGeometry
 
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -45,7 +45,7 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
         files: file operations.
     """
     try:
-        geometry = Geometry.plan(options.capacity, block_bytes, options.segment_size)
+        geometry = SegmentGeometry.plan(options.capacity, block_bytes, options.segment_size)
         yield Finding(
             Severity.OK,
             "capacity",

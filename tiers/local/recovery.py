@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import StoreError
+from tiering.index.slots import Sequences
+from tiering.medium.files import store_error
+from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.files import store_error
-from tiering.secondary.index.slots import Sequences
-from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.table.policies.policy import Rows
 from tiers.local.checkpoint import Checkpoint, read_checkpoint
 from tiers.local.layout import PAGE

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 from tiering.errors import ConfigError
-from tiering.secondary.files import Files, Vectored
+from tiering.medium.files import Files, Vectored
 from tiers.local.layout import PAGE, entries_of
 from tiers.local.syncs import SyncLedger
 
@@ -58,7 +58,7 @@ def _least_capacity(slot_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class SegmentGeometry:
     """The shape of the segments."""
 
     slot_bytes: int
@@ -69,7 +69,7 @@ class Geometry:
     """Segments that the capacity allows."""
 
     @classmethod
-    def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> Geometry:
+    def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> SegmentGeometry:
         """Return the shape for blocks of at most ``block_bytes``.
 
         The shape depends on ``capacity`` only if that is below four segments. A larger capacity can therefore grow and
@@ -194,7 +194,7 @@ class Segments:
         read_only: the file system takes no writes; default: False.
     """
 
-    def __init__(self, directory: Path, geometry: Geometry, files: Files, *, read_only: bool = False) -> None:
+    def __init__(self, directory: Path, geometry: SegmentGeometry, files: Files, *, read_only: bool = False) -> None:
         self.directory = directory
         self.geometry = geometry
         self.read_only = read_only

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering.block_store import BatchStore, BlockIO, Done, Outcome, StoreTraits
 from tiering.errors import (
     DeviceError,
     PermanentStoreError,
@@ -22,16 +21,17 @@ from tiering.errors import (
     StoreError,
     TemporaryStoreError,
 )
-from tiering.secondary.files import Files, store_error
+from tiering.medium.block_store import BatchStore, BlockIO, Done, Outcome, StoreTraits
+from tiering.medium.files import Files, store_error
 from tiers.local.direct import probe_direct
+from tiers.local.directory_room import Room
 from tiers.local.documents import Documents
 from tiers.local.layout import PAGE, mount_point
 from tiers.local.lock import DirectoryLock
 from tiers.local.marks import WrittenMarks
-from tiers.local.new_segments import NewSegments, Pace
+from tiers.local.new_segments import NewSegments, SegmentPace
 from tiers.local.recovery import Remembered, remember
-from tiers.local.room import Room
-from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Geometry, Read, Segments
+from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Read, SegmentGeometry, Segments
 from tiers.local.surroundings import Surroundings
 from tiers.local.syncs import UnsyncedError
 
@@ -68,7 +68,7 @@ class LocalStore(BatchStore):
     def __init__(
         self,
         directory: Path,
-        geometry: Geometry,
+        geometry: SegmentGeometry,
         capacity: int,
         *,
         durable: bool = False,
@@ -95,7 +95,7 @@ class LocalStore(BatchStore):
         self._documents = Documents(directory, self.files, self._lock)
         self._surroundings = Surroundings(directory, capacity, self.files)
         self._stopping = False
-        self._first_pace = Pace.of_first()
+        self._first_pace = SegmentPace.of_first()
         self._segments: Segments | None = None
         self._new_segments: NewSegments | None = None
         self._marks: WrittenMarks | None = None
@@ -174,16 +174,16 @@ class LocalStore(BatchStore):
         new_segments = NewSegments(segments, room, marks)
         self.remembered, self.fresh = remember(segments, marks), []
         if not self.remembered.segments:
-            pace = self._first_pace = Pace.of_first()
+            pace = self._first_pace = SegmentPace.of_first()
             if self._stopping:
-                pace.abandon()
+                pace.drop()
             self.fresh = new_segments.add_first(pace)
         self._new_segments, self._segments = new_segments, segments
 
     def stop(self) -> None:
         """End a running :meth:`open` early: it creates no further first segments. Any thread may call."""
         self._stopping = True
-        self._first_pace.abandon()
+        self._first_pace.drop()
 
     def inspect(self) -> Inspection:
         """Compare the directory with the open store.
@@ -360,7 +360,7 @@ class LocalStore(BatchStore):
         return self._documents.read(name)
 
     def write_document(self, name: str, data: bytes) -> None:
-        self._documents.write(name, data, self._give_up_one)
+        self._documents.write(name, data, self._drop_one)
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         return self._documents.names(prefix)
@@ -368,8 +368,8 @@ class LocalStore(BatchStore):
     def remove_document(self, name: str) -> None:
         self._documents.remove(name)
 
-    def _give_up_one(self) -> bool:
-        return not self.segments.read_only and self.new_segments.room.give_up_one()
+    def _drop_one(self) -> bool:
+        return not self.segments.read_only and self.new_segments.room.drop_one()
 
 
 def _slot(block: BlockIO) -> int:

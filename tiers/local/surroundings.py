@@ -6,7 +6,7 @@ import logging
 import stat
 from pathlib import Path
 
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 
 logger = logging.getLogger("kv_tiering.local")
 

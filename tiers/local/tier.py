@@ -15,25 +15,25 @@ from functools import partial
 import numpy as np
 
 from tiering.api.namespace import Namespace
-from tiering.block_store import Done, Outcome, Place
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
-from tiering.secondary.block_tier import BlockTier
-from tiering.secondary.chore import Backoff, Chore
+from tiering.index.slots import SlotIndex
+from tiering.medium.block_store import Done, Outcome, Place
+from tiering.medium.chore import Backoff, Chore
+from tiering.medium.files import Files
+from tiering.medium.layers.breaker import BreakerState
+from tiering.medium.messages import IoKind, IoResult
+from tiering.medium.side import IoSide
 from tiering.secondary.contract import TierContext
-from tiering.secondary.files import Files
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.layers.breaker import BreakerState
-from tiering.secondary.io.messages import IoKind, IoResult
-from tiering.secondary.io.side import IoSide
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
 from tiers.local.growth import Growth
 from tiers.local.inspections import Inspections
 from tiers.local.layout import tier_directory
-from tiers.local.options import LocalOptions
+from tiers.local.local_options import LocalOptions
 from tiers.local.recovery import Remembered, recover
-from tiers.local.segments import Damage, Geometry
+from tiers.local.segments import Damage, SegmentGeometry
 from tiers.local.store import Inspection, LocalStore
 from tiers.local.syncs import UnsyncedError
 
@@ -67,7 +67,7 @@ class LocalTier(BlockTier):
         self, context: TierContext, options: LocalOptions, *, files: Files | None = None, io: IoSide | None = None
     ) -> None:
         try:
-            geometry = Geometry.plan(options.capacity, max(context.group_bytes), options.segment_size)
+            geometry = SegmentGeometry.plan(options.capacity, max(context.group_bytes), options.segment_size)
         except ConfigError as error:
             raise ConfigError(f"tier {context.name}: {error}") from error
         store = LocalStore(
@@ -304,7 +304,7 @@ class LocalTier(BlockTier):
             return
         for damage in inspection.damaged:
             if self.store.segments.disown(damage):
-                self._lose_segment(damage)
+                self._drop_segment(damage)
 
     def _start_over(self, moved: str, *, kept: bool) -> None:
         """Leave the directory that was opened, and open the one in its place."""
@@ -318,7 +318,7 @@ class LocalTier(BlockTier):
             self.stats.blocks_lost += blocks
         fate = "it is opened again" if kept else f"its {blocks} block(s) are lost, and it is opened again"
         logger.error("tier %s: %s %s: %s", self.name, self.store.directory, moved, fate)
-        self._feed.abandon()
+        self._feed.drop()
         self.leave_medium()
         self.index.states.lose(0, self.index.num_slots)
         self._bad_slots.clear()
@@ -340,7 +340,7 @@ class LocalTier(BlockTier):
             logger.warning("tier %s: closing %s before it is opened again: %s", self.name, self.store.directory, error)
         self.enter_medium()
 
-    def _lose_segment(self, damage: Damage) -> None:
+    def _drop_segment(self, damage: Damage) -> None:
         number = damage.number
         per_segment = self.store.geometry.slots_per_segment
         lost = self.index.states.lose(number * per_segment, (number + 1) * per_segment)

@@ -7,18 +7,18 @@ import secrets
 import time
 from collections.abc import Iterator
 
+from tiering.admin.records import Finding, KnownNamespace, Severity, UnsupportedError
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, UnsupportedError
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.block_tier import BlockTier
+from tiering.index.places import place_prefix
+from tiering.index.shared import SharedIndex
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.places import place_prefix
-from tiering.secondary.index.shared import SharedIndex
 from tiering.secondary.options import TierOptions
 from tiers.mooncake.client import PoolClient
-from tiers.mooncake.options import LEAST_SEGMENT, MooncakeOptions
+from tiers.mooncake.mooncake_options import LEAST_SEGMENT, MooncakeOptions
 from tiers.mooncake.store import MooncakeStore
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tiering.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiers.mooncake.client import HEADER_BYTES, PAGE_HEADERS, Connection, HeaderPage, PoolClient
-from tiers.mooncake.options import MooncakeOptions
+from tiers.mooncake.mooncake_options import MooncakeOptions
 
 LATE_SECONDS = 50.0
 """Seconds after which a call that fails may leave transfers behind: Mooncake waits 60 s for them."""

@@ -15,12 +15,12 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, HTTPStore
 
+from tiering.admin.records import Finding, Severity
 from tiering.errors import PermanentStoreError
-from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.bucket_options import BucketOptions, ObjectOptions
 from tiers.object.cloud import Cloud, client_options
-from tiers.object.environment import Source, fingerprint, present_source
+from tiers.object.environment import EnvironmentSource, fingerprint, present_source
 from tiers.object.faults import THROTTLED, Cause, Dialect
-from tiers.object.options import BucketOptions, ObjectOptions
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig
@@ -56,12 +56,14 @@ _CODES: Mapping[str, tuple[Cause, str]] = {
     "ServerBusy": (Cause.PASSING, THROTTLED),
     "OperationTimedOut": (Cause.PASSING, "the service did not finish in time"),
 }
-_SAS = Source("shared access signature", ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"))
+_SAS = EnvironmentSource("shared access signature", ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"))
 _SOURCES = (
-    Source("token", ("AZURE_STORAGE_TOKEN",)),
-    Source("account key", ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY")),
-    Source("workload identity", ("AZURE_FEDERATED_TOKEN_FILE",), is_file=True),
-    Source("client secret", ("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET")),
+    EnvironmentSource("token", ("AZURE_STORAGE_TOKEN",)),
+    EnvironmentSource(
+        "account key", ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY")
+    ),
+    EnvironmentSource("workload identity", ("AZURE_FEDERATED_TOKEN_FILE",), is_file=True),
+    EnvironmentSource("client secret", ("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET")),
     _SAS,
 )
 """The sources of credentials, in obstore's order."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import obstore
 
+from tiering.admin.records import Finding, Severity
 from tiering.errors import PermanentStoreError
-from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.bucket_options import BucketOptions
 from tiers.object.faults import Dialect
 from tiers.object.names import BLOCKS, DOCUMENTS
-from tiers.object.options import BucketOptions
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -5,8 +5,8 @@ Back ends import their contract (:mod:`tiers.object.cloud`), which therefore doe
 
 from __future__ import annotations
 
+from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud
-from tiers.object.options import BucketOptions
 
 
 def make_cloud(options: BucketOptions) -> Cloud:

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 
 import obstore
 
+from tiering.admin.namespaces import known_namespaces
+from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
+from tiering.admin.tier_admin import TierAdmin
+from tiering.epochs.epoch import EPOCHS, LEASES, PARAMETERS
 from tiering.errors import ConfigError, PermanentStoreError, StoreError
-from tiering.secondary.admin.contract import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
-from tiering.secondary.admin.namespaces import known_namespaces
-from tiering.secondary.admin.tier_admin import TierAdmin
 from tiering.secondary.options import TierOptions
-from tiering.secondary.service.epoch import EPOCHS, LEASES, PARAMETERS
 from tiers.coordination.probes import probe_coordination
+from tiers.object.bucket_options import BucketOptions, without_ttl
 from tiers.object.clouds import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES
 from tiers.object.identity import probe_identity
 from tiers.object.names import BLOCKS, DOCUMENTS, SUSPECTS
-from tiers.object.options import BucketOptions, without_ttl
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
 from tiers.object.suspects import NOTE_SECONDS, ended

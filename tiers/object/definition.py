@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
+from tiering.block_tier.coordination import Coordination
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.block_tier import BlockTier
+from tiering.index.places import place_prefix
+from tiering.index.shared import SharedIndex, object_name
+from tiering.medium.messages import IoTask
 from tiering.secondary.contract import TierContext
-from tiering.secondary.coordination import Coordination
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.places import place_prefix
-from tiering.secondary.index.shared import SharedIndex, object_name
-from tiering.secondary.io.messages import IoTask
-from tiering.secondary.stats import TierStats
+from tiering.secondary.tier_stats import TierStats
+from tiers.object.bucket_options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.identity import BucketIdentity
-from tiers.object.options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.verbs import Verb
 from tiers.valkey.client import ServerAddress
 

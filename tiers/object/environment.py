@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EnvironmentSource:
     """One way in which the environment gives credentials."""
 
     text: str
@@ -25,7 +25,7 @@ class Source:
         return next((name for name in self.variables if os.environ.get(name)), None)
 
 
-def present_source(sources: Sequence[Source]) -> tuple[Source, str] | None:
+def present_source(sources: Sequence[EnvironmentSource]) -> tuple[EnvironmentSource, str] | None:
     """Return the first source that the environment has, and its variable; None if there is none."""
     for source in sources:
         variable = source.variable()
@@ -34,7 +34,7 @@ def present_source(sources: Sequence[Source]) -> tuple[Source, str] | None:
     return None
 
 
-def fingerprint(sources: Sequence[Source]) -> bytes:
+def fingerprint(sources: Sequence[EnvironmentSource]) -> bytes:
     """Return a digest of all credentials in the environment, the contents of files included."""
     digest = hashlib.sha256()
     for source in sources:

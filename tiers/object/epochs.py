@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tiering.admin.namespaces import namespace_of
 from tiering.api.namespace import Namespace
+from tiering.epochs.common_epoch import begin_common
 from tiering.errors import ConfigError
-from tiering.secondary.admin.namespaces import namespace_of
-from tiering.secondary.service.common_epoch import begin_common
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

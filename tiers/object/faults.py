@@ -96,7 +96,7 @@ _STATUSES: Mapping[int, tuple[Cause, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RequestFault:
     """A failed request."""
 
     cause: Cause
@@ -145,15 +145,15 @@ class Dialect:
         self._keys = keys
         self._present = frozenset(present)
 
-    def diagnose(self, error: BaseException) -> Fault:
+    def diagnose(self, error: BaseException) -> RequestFault:
         """Return the fault that ``error``, an exception of obstore, tells of."""
         message = str(error)
         first = message.partition("\n\n")[0]
         status, known, url = http_status(error), error_code(error), _URL.search(first)
         host = mask_text(url[1]) if url else None
 
-        def fault(cause: Cause, text: str) -> Fault:
-            return Fault(cause, status, known, host, text)
+        def fault(cause: Cause, text: str) -> RequestFault:
+            return RequestFault(cause, status, known, host, text)
 
         if _TOKEN_REQUEST in first:
             return fault(*self._token_failure(first, status))

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore
 
-from tiering.secondary.admin.contract import Finding, Severity
+from tiering.admin.records import Finding, Severity
+from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud, client_options
-from tiers.object.environment import Source, fingerprint, present_source
+from tiers.object.environment import EnvironmentSource, fingerprint, present_source
 from tiers.object.faults import Cause, Dialect
-from tiers.object.options import BucketOptions
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -41,10 +41,10 @@ _CODES: Mapping[str, tuple[Cause, str]] = {
     "NoSuchBucket": (Cause.BUCKET, _NO_BUCKET),
 }
 _SOURCES = (
-    Source("token", ("GOOGLE_BEARER_TOKEN",)),
-    Source("service account", ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"), is_file=True),
-    Source("service account", ("GOOGLE_SERVICE_ACCOUNT_KEY",)),
-    Source("application default credentials", ("GOOGLE_APPLICATION_CREDENTIALS",), is_file=True),
+    EnvironmentSource("token", ("GOOGLE_BEARER_TOKEN",)),
+    EnvironmentSource("service account", ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"), is_file=True),
+    EnvironmentSource("service account", ("GOOGLE_SERVICE_ACCOUNT_KEY",)),
+    EnvironmentSource("application default credentials", ("GOOGLE_APPLICATION_CREDENTIALS",), is_file=True),
 )
 """The sources of credentials, in obstore's order."""
 

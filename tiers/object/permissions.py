@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
+from tiering.admin.records import Finding, Severity
 from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError, StoreError
-from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.bucket_options import BucketOptions, small_block_warning, without_ttl
 from tiers.object.cloud import Cloud, authorities
 from tiers.object.clouds import make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, Cause, http_status
-from tiers.object.options import BucketOptions, small_block_warning, without_ttl
 from tiers.object.store import ObjectStore
 
 if TYPE_CHECKING:

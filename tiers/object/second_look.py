@@ -6,15 +6,15 @@ import hashlib
 
 import obstore
 
-from tiering.block_store import RawBlock
 from tiering.errors import TemporaryStoreError
+from tiering.medium.block_store import RawBlock
 from tiers.object.cloud import Cloud
 from tiers.object.faults import STORE_FAILURES
-from tiers.object.requests import Requests
+from tiers.object.sender import RequestSender
 from tiers.object.verbs import Verb
 
 
-def second_look(cloud: Cloud, requests: Requests, name: str, limit: int) -> RawBlock | None:
+def second_look(cloud: Cloud, requests: RequestSender, name: str, limit: int) -> RawBlock | None:
     """Read an object over new connections, and compare the answer with the service's statements.
 
     It takes a HEAD and a GET.

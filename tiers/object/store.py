@@ -17,19 +17,19 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
 from tiering.runtime.pool import ThreadPool
+from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud, batches
 from tiers.object.clouds import make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
 from tiers.object.names import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS
-from tiers.object.options import BucketOptions
 from tiers.object.renewal import Renewal
-from tiers.object.requests import Requests
 from tiers.object.runtime import start_runtime
 from tiers.object.second_look import second_look
 from tiers.object.second_names import SecondNames
+from tiers.object.sender import RequestSender
 from tiers.object.suspects import Suspects
 from tiers.object.verbs import Verb
 
@@ -90,7 +90,7 @@ class ObjectStore(BlockStore):
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
-        self._requests = Requests(self._cloud)
+        self._requests = RequestSender(self._cloud)
         self._lifecycle_checked = False
         self._renewal: Renewal | None = None
         self._absent: dict[Place, None] = {}
@@ -104,7 +104,7 @@ class ObjectStore(BlockStore):
         return f"ObjectStore({self._options.location})"
 
     @property
-    def requests(self) -> Requests:
+    def requests(self) -> RequestSender:
         """The requests sent so far. The service charges for each."""
         return self._requests
 

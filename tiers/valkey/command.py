@@ -8,19 +8,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from tiering.admin.namespaces import DOCUMENTS, known_namespaces
+from tiering.admin.records import Finding, KnownNamespace, Severity, StoredBlock
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
+from tiering.epochs.common_epoch import begin_common
+from tiering.epochs.epoch import LEASES
+from tiering.epochs.epoch_watch import SURE_SECONDS
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Finding, KnownNamespace, Severity, StoredBlock
-from tiering.secondary.admin.namespaces import DOCUMENTS, known_namespaces
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.index.places import parse_place
+from tiering.index.places import parse_place
 from tiering.secondary.options import TierOptions
-from tiering.secondary.service.common_epoch import begin_common
-from tiering.secondary.service.epoch import LEASES
-from tiering.secondary.service.epoch_watch import SURE_SECONDS
-from tiers.valkey.options import MAX_VALUE_BYTES, ValkeyOptions
 from tiers.valkey.store import ValkeyStore
+from tiers.valkey.valkey_options import MAX_VALUE_BYTES, ValkeyOptions
 
 _BATCH = 1000
 _WATCH_PAUSE = 1.0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
+from tiering.block_tier.definition import TierDefinition
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError
-from tiering.secondary.admin.tier_admin import TierAdmin
-from tiering.secondary.block_tier import BlockTier
+from tiering.index.places import place_prefix
+from tiering.index.shared import SharedIndex
 from tiering.secondary.contract import TierContext
-from tiering.secondary.definition import TierDefinition
-from tiering.secondary.index.places import place_prefix
-from tiering.secondary.index.shared import SharedIndex
-from tiers.valkey.options import MAX_VALUE_BYTES, ValkeyOptions
 from tiers.valkey.store import ValkeyStore
+from tiers.valkey.valkey_options import MAX_VALUE_BYTES, ValkeyOptions
 
 
 def build(options: ValkeyOptions, context: TierContext) -> BlockTier:

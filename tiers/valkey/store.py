@@ -11,11 +11,11 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tiering.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
+from tiering.epochs.epoch import LEASES
 from tiering.errors import CorruptBlockError, StoreError
-from tiering.secondary.service.epoch import LEASES
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiers.valkey.client import ValkeyClient
-from tiers.valkey.options import ValkeyOptions
+from tiers.valkey.valkey_options import ValkeyOptions
 
 logger = logging.getLogger("kv_tiering.valkey")
 

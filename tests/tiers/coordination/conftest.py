@@ -9,7 +9,7 @@ import pytest
 from examples.valkey_server import ValkeyServer
 from tests.fake_s3 import FakeS3
 from tests.tiers.coordination.fleet import Fleet
-from tiering.secondary import claims
+from tiering.block_tier import claims
 from tiering.testing.tier_rig import PATIENCE_SECONDS
 from tiers.coordination import coordination
 from tiers.valkey.client import ServerAddress, ValkeyClient

@@ -15,15 +15,15 @@ from tests.tiers import pool_machine
 from tests.tiers.coordination.fleet import Fleet, find, medium_of, ready
 from tests.tiers.machines import ROOT
 from tiering import load_stack, open_manager
-from tiering.secondary import claims
-from tiering.secondary.coordination import Claim
-from tiering.secondary.index.places import place_prefix
+from tiering.block_tier import claims
+from tiering.block_tier.coordination import Claim
+from tiering.index.places import place_prefix
 from tiering.testing.clock import FakeClock
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
 from tiers.coordination import coordination, directory, scope
 from tiers.coordination.directory import Directory, digests_of
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.valkey.client import ServerAddress, ValkeyClient
 
 NEVER_VERIFY = ("tiers.coordination.coordination.VERIFIED_SHARE", 0.0)

@@ -23,9 +23,9 @@ from tiering.testing.until import until
 from tiers.coordination import coordination
 from tiers.coordination.probes import MACHINES
 from tiers.object import identity
+from tiers.object.bucket_options import S3Options
 from tiers.object.identity import SUBJECT, BucketIdentity, Identity, pack, parse
 from tiers.object.names import IDENTITY
-from tiers.object.options import S3Options
 from tiers.object.store import ObjectStore
 from tiers.valkey.client import ServerAddress, ValkeyClient
 

@@ -13,7 +13,7 @@ from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3
 from tests.tiers.coordination.fleet import Fleet, ready
 from tests.tiers.valkey.tls import tls_in_front_of
-from tiering.secondary.admin.contract import Finding, Severity
+from tiering.admin.records import Finding, Severity
 from tiering.testing.tier_tests import K
 from tiers.coordination import coordination
 from tiers.coordination.probes import (
@@ -27,7 +27,7 @@ from tiers.coordination.probes import (
     probe_coordination,
     version_findings,
 )
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.valkey.client import ServerAddress, ValkeyClient
 
 FLEET_DOC = Path(__file__).parents[3] / "docs" / "fleet.md"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiering.api.keys import OffloadKey
+from tiering.medium.files import Files
 from tiering.secondary.contract import TierContext
-from tiering.secondary.files import Files
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
 from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
@@ -62,7 +62,7 @@ class LocalRig(TierRig):
         self.tier.request_checkpoint()
         self.wait(lambda: not self.tier.checkpoint_pending)
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """End like a killed process: no checkpoint, no cleanup."""
         self.tier.io.close(self.context.clock() + PATIENCE_SECONDS)
         self.tier.store.close()

@@ -184,7 +184,7 @@ def test_a_bad_slot_is_remembered_over_a_restart(tmp_path: Path, killed: bool) -
     damage(rig, device, bad)
     rig.store(many(8))
     rig.wait((tmp_path / "documents" / rig.tier.store.geometry.bad_slots_document).exists)
-    rig.abandon() if killed else rig.close()
+    rig.drop() if killed else rig.close()
     with opened(tmp_path, files=device) as rig:
         assert rig.tier.get_stats().slots_retired == 1
         keys = many(3 * rig.tier.index.slots, 4000)

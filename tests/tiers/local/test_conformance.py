@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import segment_files
-from tiering.block_store import Place
+from tiering.medium.block_store import Place
+from tiering.medium.frame import MAGIC
 from tiering.secondary.contract import TierContext
-from tiering.secondary.io.frame import MAGIC
 from tiering.testing.device import FaultyDevice
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
-from tiers.local import Geometry, LocalOptions, LocalStore, LocalTier
+from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
 from tiers.local.layout import PAGE
 
 CAPACITY = 16 << 20
 BLOCK_BYTES = 64 << 10
 SLOT_BYTES = BLOCK_BYTES + PAGE
-GEOMETRY = Geometry.plan(CAPACITY, BLOCK_BYTES, 1 << 30)
+GEOMETRY = SegmentGeometry.plan(CAPACITY, BLOCK_BYTES, 1 << 30)
 
 
 class _Raw:

@@ -15,18 +15,18 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
-from tiers.local import Geometry, LocalStore, inspections, new_segments, read_checkpoint
+from tiers.local import LocalStore, SegmentGeometry, inspections, new_segments, read_checkpoint
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
-from tiers.local.new_segments import Pace
+from tiers.local.new_segments import SegmentPace
 
 K = [key_of(number) for number in range(64)]
 CAPACITY = 2 << 20
-GEOMETRY = Geometry.plan(CAPACITY, 16 << 10, 512 << 10)
+GEOMETRY = SegmentGeometry.plan(CAPACITY, 16 << 10, 512 << 10)
 PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 
@@ -330,7 +330,7 @@ def test_a_crowded_directory_is_opened_without_a_look_at_every_file(
         counted.append(root)
         return used_bytes(root)
 
-    monkeypatch.setattr("tiers.local.room.used_bytes", count)
+    monkeypatch.setattr("tiers.local.directory_room.used_bytes", count)
     store = LocalStore(tmp_path, rig.tier.store.geometry, rig.tier.store.capacity)
     store.open()
     assert counted == []
@@ -352,7 +352,7 @@ def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
     store = LocalStore(tmp_path, GEOMETRY, CAPACITY)
     store.open()
     assert store.fresh
-    assert store.new_segments.add(Pace(share=1.0)) is None
+    assert store.new_segments.add(SegmentPace(share=1.0)) is None
     store.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.frames import key_of
 from tiers.local import checkpoints
 from tiers.local import feed as feed_module
@@ -16,7 +16,7 @@ from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
 from tiers.local.marks import WrittenMarks
-from tiers.local.segments import Geometry
+from tiers.local.segments import SegmentGeometry
 
 K = [key_of(number) for number in range(64)]
 
@@ -50,7 +50,7 @@ def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monke
 
 
 def test_marks_that_are_lost_are_not_taken_for_new_ones(tmp_path: Path) -> None:
-    geometry = Geometry(SLOT_BYTES, 16, 2)
+    geometry = SegmentGeometry(SLOT_BYTES, 16, 2)
     marks = WrittenMarks(tmp_path, geometry, Files(), durable=False)
     generation = marks.begin()
     marks.close()

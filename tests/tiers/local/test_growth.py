@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import new_segments
@@ -85,7 +85,7 @@ def test_nothing_that_was_stored_before_a_kill_is_evicted_for_stores_after_it(
     rig = slow_rig(tmp_path, disk)
     assert rig.store(K[:SLOTS]) == K[:SLOTS]
     disk.ready.set()
-    rig.abandon()
+    rig.drop()
     again = SlowDisk(quick=0)
     survivor = slow_rig(tmp_path, again)
     before = survivor.held(K[:SLOTS])

@@ -54,7 +54,7 @@ import os, resource, sys
 from pathlib import Path
 from tests.tiers.local.rig import LocalRig
 from tiering.testing.frames import key_of
-import logging, concurrent.futures, tiering.secondary.service.service
+import logging, concurrent.futures, tiering.block_tier.service
 print("ready", flush=True)
 hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
 os.setgroups([])

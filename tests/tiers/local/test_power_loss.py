@@ -29,7 +29,7 @@ def _life(path: Path, seed: int, durability: str, known: list[OffloadKey], first
         reported += rig.store([key_of(number + offset) for offset in range(4)])
     jobs = [rig.submit_store([key_of(first + 1000 + n)], first_row=100 + n) for n in range(4)]
     assert jobs
-    rig.abandon()
+    rig.drop()
     device.lose_power()
     return reported, device.dropped
 
@@ -46,7 +46,7 @@ def test_nothing_reported_is_lost_with_the_power(tmp_path: Path, seed: int) -> N
                 keys = reported[start : start + 32]
                 assert rig.load(keys) == keys, f"seed {seed}, life {life}"
         finally:
-            rig.abandon()
+            rig.drop()
 
 
 def test_the_device_does_drop_what_was_not_synced(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from xxhash import xxh3_128
 
 from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files
 from tiering.api.keys import OffloadKey
-from tiering.secondary.files import Files
-from tiering.secondary.index.slots import SlotIndex
-from tiering.secondary.io.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
+from tiering.index.slots import SlotIndex
+from tiering.medium.files import Files
+from tiering.medium.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
@@ -28,7 +28,7 @@ from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
 from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import PAGE
-from tiers.local.segments import Geometry
+from tiers.local.segments import SegmentGeometry
 
 K = [key_of(number) for number in range(128)]
 
@@ -79,7 +79,7 @@ def test_a_clean_restart_finds_everything_from_the_checkpoint_alone(
 def test_a_killed_engine_without_a_checkpoint_is_recovered_from_headers(tmp_path: Path) -> None:
     rig = LocalRig(tmp_path).open()
     rig.store(K[:40])
-    rig.abandon()
+    rig.drop()
     with opened(tmp_path) as rig:
         assert rig.lookup(K[:41]) == 40
         assert rig.load(K[:40]) == K[:40]
@@ -90,7 +90,7 @@ def test_what_was_written_after_the_checkpoint_is_found_beside_what_is_in_it(tmp
     rig.store(K[:20])
     rig.checkpoint()
     rig.store(K[20:40])
-    rig.abandon()
+    rig.drop()
     with opened(tmp_path) as rig:
         assert rig.load(K[:40]) == K[:40]
 
@@ -101,7 +101,7 @@ def test_only_segments_written_since_the_checkpoint_are_read_again(tmp_path: Pat
     rig.store(K[:20])
     rig.checkpoint()
     path, offset = rig.location(rig.place(K[0]))
-    rig.abandon()
+    rig.drop()
     before = path.stat()
     flip_bit(path, offset * 8)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -146,7 +146,7 @@ def test_writes_during_recovery_are_marked_for_the_next_restart(tmp_path: Path) 
     for start in (20, 30, 40):
         rig = LocalRig(tmp_path).open()
         rig.store(K[start : start + 10])
-        rig.abandon()
+        rig.drop()
     with opened(tmp_path) as rig:
         assert rig.load(K[:50]) == K[:50]
 
@@ -161,7 +161,7 @@ def test_writes_before_recovery_has_begun_are_marked_too(tmp_path: Path, monkeyp
         super(LocalRig, rig).open()
         rig.wait(lambda: rig.tier.index.free >= 10)
         assert rig.store(K[20:30]) == K[20:30]
-        rig.abandon()
+        rig.drop()
     with opened(tmp_path, capacity="2MiB", segment_size="128KiB") as rig:
         assert rig.held(K[:30]) == K[:30]
         assert rig.load(K[:30]) == K[:30]
@@ -207,7 +207,7 @@ def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:
     rig.checkpoint()
     for start in range(0, 24, 8):
         rig.store([key_of(7000 + start + n) for n in range(8)])
-    rig.abandon()
+    rig.drop()
     for _ in range(3):
         LocalRig(tmp_path).open().close()
     with opened(tmp_path) as rig:
@@ -228,7 +228,7 @@ def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: P
         rig.wait(partial(lambda tier: not tier.has_pending_work() and not tier.checkpoint_pending, rig.tier))
         stored = rig.held(K[:60])
         assert len(stored) > 30
-        rig.abandon()
+        rig.drop()
         with opened(tmp_path) as again:
             assert again.held(K[:60]) == stored
             assert again.load(stored) == stored
@@ -243,7 +243,7 @@ def test_an_evicted_block_does_not_come_back_in_place_of_the_one_that_took_its_s
     for start in range(0, slots, 16):
         rig.store(many[start : start + 16])
     assert rig.held(K[:10]) == []
-    rig.abandon()
+    rig.drop()
     with opened(tmp_path) as rig:
         assert rig.held(K[:10]) == []
         assert rig.load(many[-32:]) == many[-32:]
@@ -301,7 +301,7 @@ def test_of_two_copies_of_a_block_the_higher_sequence_wins(tmp_path: Path, newer
     rig.store(K[:2])
     original, other = rig.place(K[0]), rig.place(K[1])
     sequence = header_at(rig, original).sequence + (1000 if newer else -1000)
-    rig.abandon()
+    rig.drop()
     copy_block(rig, original, other, sequence=sequence, key=K[0])
     with opened(tmp_path) as rig:
         assert rig.place(K[0]) == (other if newer else original)
@@ -325,7 +325,7 @@ def test_a_copy_written_after_the_checkpoint_wins_over_the_checkpoint_and_an_old
             rig.place(key) for key in filler if geometry.locate(rig.place(key))[0] != geometry.locate(original)[0]
         )
         sequence = SEQUENCE.take(1) if later else header_at(rig, original).sequence - 1
-        rig.abandon()
+        rig.drop()
         # Remove the mark of the first segment, which was written before and after the checkpoint.
         (marks,) = path.glob("written-*")
         data = marks.read_bytes()
@@ -340,7 +340,7 @@ def test_a_torn_block_is_a_miss_and_its_slot_is_used_again(tmp_path: Path) -> No
     rig = LocalRig(tmp_path).open()
     rig.store(K[:3])
     path, offset = rig.location(rig.place(K[1]))
-    rig.abandon()
+    rig.drop()
     overwrite(path, offset + PAGE + BLOCK_BYTES // 2, bytes(BLOCK_BYTES // 2))
     with opened(tmp_path) as rig:
         assert rig.load(K[:3]) == [K[0], K[2]]
@@ -353,7 +353,7 @@ def test_a_torn_header_is_a_free_slot(tmp_path: Path) -> None:
     rig = LocalRig(tmp_path).open()
     rig.store(K[:3])
     path, offset = rig.location(rig.place(K[1]))
-    rig.abandon()
+    rig.drop()
     overwrite(path, offset + 40, bytes(40))
     with opened(tmp_path) as rig:
         assert rig.held(K[:3]) == [K[0], K[2]]
@@ -387,7 +387,7 @@ def test_without_the_marks_the_checkpoint_is_not_used(tmp_path: Path, damage: st
     rig.store(K[:10])
     rig.checkpoint()
     rig.store(K[10:20])
-    rig.abandon()
+    rig.drop()
     (marks,) = tmp_path.glob("written-*")
     if damage == "missing":
         marks.unlink()
@@ -405,7 +405,7 @@ def test_a_checkpoint_older_than_the_last_one_still_holds_with_the_marks_since(t
     rig.store(K[10:20])
     rig.tier.store.marks.begin()
     rig.store(K[20:30])
-    rig.abandon()
+    rig.drop()
     with opened(tmp_path) as rig:
         assert rig.load(K[:30]) == K[:30]
 
@@ -492,7 +492,7 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     index.add_free(np.arange(16))
     plan = index.plan_store(keys, 0.0)
     index.end_store(keys, plan.places, [True] * 3, 0.0)
-    geometry = Geometry(SLOT_BYTES, 16, 1)
+    geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
     for start in range(0, 16, 5):
         builder.add(index.slice(start, min(start + 5, 16)))
@@ -530,7 +530,7 @@ def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written
     for _ in range(20):
         index.touch(rng.sample(keys, 3))
     written = index.plan_store([key_of(number) for number in range(100, 103)], 0.0).places
-    geometry, files = Geometry(SLOT_BYTES, 16, 4), _Pieces()
+    geometry, files = SegmentGeometry(SLOT_BYTES, 16, 4), _Pieces()
     modified = {number: (number + 7, 1_000_000_007 * number) for number in range(4)}
     builder = CheckpointBuilder(geometry, bytes(range(16)), 3, 7)
     for start in range(0, 64, 10):
@@ -555,7 +555,7 @@ def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written
 
 
 def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
-    geometry = Geometry(SLOT_BYTES, 16, 1)
+    geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
     builder.add(SlotIndex(16).slice(0, 16))
     write_checkpoint(tmp_path, builder, Files())

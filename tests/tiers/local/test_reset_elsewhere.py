@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
 from tiers.local import inspections
@@ -39,7 +39,7 @@ def test_a_reset_in_another_directory_at_the_path_is_not_certain(
     moved.rename(kept)
     (path / "documents").mkdir(mode=0o700, parents=True)
     done = rig.tier.reset(rig.context.clock() + 20, revision)
-    rig.abandon()
+    rig.drop()
     shutil.rmtree(moved)
     kept.rename(moved)
     with opened(path) as later:

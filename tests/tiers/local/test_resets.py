@@ -15,7 +15,7 @@ import pytest
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.api.keys import OffloadKey
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice, UnsyncedDevice
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS
@@ -40,7 +40,7 @@ def found(path: Path, keys: Sequence[OffloadKey] = OLD, **options: object) -> li
     try:
         return rig.held(keys)
     finally:
-        rig.abandon()
+        rig.drop()
 
 
 def epoch_file(path: Path) -> Path:
@@ -84,7 +84,7 @@ def test_blocks_whose_epoch_document_is_missing_or_damaged_are_foreign(
     rig.checkpoint()
     if was_reset:
         assert reset(rig)
-    rig.abandon()
+    rig.drop()
     damage(epoch_file(tmp_path))
     caplog.clear()
     assert found(tmp_path) == []
@@ -96,7 +96,7 @@ def test_documents_that_are_removed_under_a_tier_do_not_keep_it_from_a_reset(tmp
     store_all(rig, OLD)
     shutil.rmtree(tmp_path / "documents")
     assert reset(rig)
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path) == []
     with opened(tmp_path) as rig:
         store_all(rig, NEW)
@@ -108,7 +108,7 @@ def test_a_reset_holds_although_a_segment_was_removed(tmp_path: Path) -> None:
     store_all(rig, OLD)
     segment_files(tmp_path)[0].unlink()
     assert reset(rig)
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path) == []
 
 
@@ -158,7 +158,7 @@ def test_a_reset_is_certain_if_the_disk_lets_the_old_epoch_be_made_unreadable_in
     disk.refused = refused
     assert reset(rig) is certain
     assert rig.held(OLD) == []
-    rig.abandon()
+    rig.drop()
     assert (found(tmp_path) == []) is certain
 
 
@@ -173,7 +173,7 @@ def test_a_reset_that_was_not_certain_is_when_the_disk_lets_it_be(tmp_path: Path
     rig.wait(rig.tier.reset_done)
     store_all(rig, NEW)
     assert rig.held(OLD) == []
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path) == []
 
 
@@ -193,7 +193,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
     go_on.set()
     rig.wait(rig.tier.reset_done)
     store_all(rig, NEW)
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path) == []
 
 
@@ -208,7 +208,7 @@ def test_a_reset_for_which_no_thread_can_be_started_is_done_by_those_that_are_th
     thread_limit.reach()
     assert reset(rig)
     thread_limit.leave()
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path) == []
 
 
@@ -254,7 +254,7 @@ def test_a_kill_at_any_point_of_a_reset_leaves_all_or_nothing_and_what_was_certa
         rig.checkpoint()
         files.done, files.last = 0, last
         certain = reset(rig)
-        rig.abandon()
+        rig.drop()
         left = len(found(path))
         outcomes.append((certain, left))
         assert left in {0, len(OLD)}, f"killed before operation {last}"
@@ -278,7 +278,7 @@ def test_a_reset_that_was_certain_survives_a_loss_of_power(tmp_path: Path, seed:
     assert reset(rig)
     store_all(rig, NEW)
     rig.tier.request_checkpoint()
-    rig.abandon()
+    rig.drop()
     device.lose_power()
     assert found(tmp_path, [*OLD, *NEW]) == []
 
@@ -290,7 +290,7 @@ def test_two_resets_in_a_row_and_a_kill(tmp_path: Path) -> None:
     store_all(rig, NEW)
     assert reset(rig)
     assert rig.held(NEW) == []
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path, [*OLD, *NEW]) == []
 
 
@@ -299,7 +299,7 @@ def test_a_revision_finds_its_blocks_after_a_restart_and_no_other_does(tmp_path:
     store_all(rig, OLD)
     assert rig.tier.reset(time.monotonic() + PATIENCE_SECONDS, "step-7")
     store_all(rig, NEW)
-    rig.abandon()
+    rig.drop()
     assert found(tmp_path, [*OLD, *NEW], revision="step-7") == NEW
     assert found(tmp_path, [*OLD, *NEW]) == []
     assert found(tmp_path, [*OLD, *NEW], revision="step-7") == [], "another life has begun an epoch since"

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tiering.block_store import BlockIO, Done
 from tiering.errors import (
     ConfigError,
     DeviceError,
@@ -22,19 +21,20 @@ from tiering.errors import (
     StoreError,
     TemporaryStoreError,
 )
-from tiering.secondary.files import Files
+from tiering.medium.block_store import BlockIO, Done
+from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
-from tiers.local import Geometry, LocalOptions, LocalStore, LocalTier
+from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
 from tiers.local.layout import PAGE, used_bytes, used_bytes_of_few
 from tiers.local.marks import WrittenMarks
-from tiers.local.new_segments import Pace
+from tiers.local.new_segments import SegmentPace
 from tiers.local.segments import MAX_SEGMENTS
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20
-GEOMETRY = Geometry.plan(CAPACITY, BLOCK_BYTES, 512 << 10)
+GEOMETRY = SegmentGeometry.plan(CAPACITY, BLOCK_BYTES, 512 << 10)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_blocks_shorter_than_a_slot_are_not_run_together(store: LocalStore) -> N
 
 
 def test_a_run_longer_than_a_vectored_call_is_cut(tmp_path: Path, device: FaultyDevice) -> None:
-    geometry = Geometry(2 * PAGE, 700, 1)
+    geometry = SegmentGeometry(2 * PAGE, 700, 1)
     store = LocalStore(tmp_path, geometry, 16 << 20, files=device)
     store.open()
     device.calls.clear()
@@ -109,7 +109,7 @@ def test_a_run_longer_than_a_vectored_call_is_cut(tmp_path: Path, device: Faulty
 def test_neighbours_below_half_a_megabyte_are_read_in_calls_of_that_size(
     tmp_path: Path, device: FaultyDevice, block_bytes: int, count: int, reads: int
 ) -> None:
-    geometry = Geometry(block_bytes + PAGE, count, 1)
+    geometry = SegmentGeometry(block_bytes + PAGE, count, 1)
     store = LocalStore(tmp_path, geometry, 16 << 20, files=device)
     store.open()
     device.calls.clear()
@@ -317,7 +317,7 @@ def test_segments_are_allocated_before_they_are_used(store: LocalStore) -> None:
 
 
 def test_a_segment_that_is_needed_at_once_is_not_written_first(tmp_path: Path, device: FaultyDevice) -> None:
-    geometry = Geometry(BLOCK_BYTES + PAGE, 64, 2)
+    geometry = SegmentGeometry(BLOCK_BYTES + PAGE, 64, 2)
     store = LocalStore(tmp_path, geometry, geometry.segment_bytes * 3, files=device)
     store.open()
     store.segments.directory.joinpath(geometry.segment_name(1)).unlink()
@@ -326,12 +326,12 @@ def test_a_segment_that_is_needed_at_once_is_not_written_first(tmp_path: Path, d
     assert store.segments.disown(damage)
     assert not store.segments.disown(damage)
     device.calls.clear()
-    pace = Pace()
+    pace = SegmentPace()
     pace.hurry()
     assert store.new_segments.add(pace) == 1
     assert operations(device, "allocate") == 1
     assert operations(device, "write") == 0
-    assert store.new_segments.add(Pace()) is None
+    assert store.new_segments.add(SegmentPace()) is None
     put = blocks(store, 64, 65)
     assert store.put(put) == [Done.DONE] * 2
     assert come_back(store, put)
@@ -349,20 +349,20 @@ def test_segments_of_another_shape_are_deleted_oldest_first_when_room_is_needed(
     assert used_bytes(tmp_path) <= CAPACITY
     left = [name for name in sizes if (tmp_path / name).exists()]
     assert left in (["slots-8192-4-000001"], ["slots-8192-4-000001", "slots-12288-9-000000"], [])
-    while store.new_segments.add(Pace(share=1.0)) is not None:
+    while store.new_segments.add(SegmentPace(share=1.0)) is not None:
         assert used_bytes(tmp_path) <= CAPACITY
     assert not any((tmp_path / name).exists() for name in sizes)
     store.close()
 
 
 def test_a_smaller_capacity_gives_segments_back(tmp_path: Path) -> None:
-    big = LocalStore(tmp_path, Geometry.plan(4 << 20, BLOCK_BYTES, 256 << 10), 4 << 20)
+    big = LocalStore(tmp_path, SegmentGeometry.plan(4 << 20, BLOCK_BYTES, 256 << 10), 4 << 20)
     big.open()
-    while big.new_segments.add(Pace(share=1.0)) is not None:
+    while big.new_segments.add(SegmentPace(share=1.0)) is not None:
         pass
     assert used_bytes(tmp_path) > 3 << 20
     big.close()
-    small = LocalStore(tmp_path, Geometry.plan(2 << 20, BLOCK_BYTES, 256 << 10), 2 << 20)
+    small = LocalStore(tmp_path, SegmentGeometry.plan(2 << 20, BLOCK_BYTES, 256 << 10), 2 << 20)
     small.open()
     assert used_bytes(tmp_path) <= 2 << 20
     assert small.remembered.segments
@@ -383,7 +383,7 @@ def test_other_files_in_the_directory_count_and_are_left_alone(tmp_path: Path) -
 @pytest.mark.parametrize("block", [4096, 5000, 512 << 10, 2 << 20, 100 << 20])
 def test_all_slots_fit_into_the_capacity(capacity: int, block: int) -> None:
     try:
-        geometry = Geometry.plan(capacity, block, 1 << 30)
+        geometry = SegmentGeometry.plan(capacity, block, 1 << 30)
     except ConfigError:
         assert capacity < 2 * block
         return
@@ -395,23 +395,23 @@ def test_all_slots_fit_into_the_capacity(capacity: int, block: int) -> None:
 
 
 def test_a_capacity_can_change_without_changing_the_shape() -> None:
-    shapes = {Geometry.plan(capacity << 30, 2 << 20, 1 << 30).segment_name(0) for capacity in (5, 50, 500, 5000)}
+    shapes = {SegmentGeometry.plan(capacity << 30, 2 << 20, 1 << 30).segment_name(0) for capacity in (5, 50, 500, 5000)}
     assert len(shapes) == 1
 
 
 def test_a_capacity_below_one_block_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(ConfigError, match="below one block"):
-        Geometry.plan(1 << 20, 2 << 20, 1 << 30)
+        SegmentGeometry.plan(1 << 20, 2 << 20, 1 << 30)
 
 
 def test_a_segment_size_that_makes_too_many_files_is_refused_with_the_least_that_fits() -> None:
     with pytest.raises(ConfigError, match=r"segment_size: 1 bytes would make \d+ segment files .* set at least 16384"):
-        Geometry.plan(1 << 30, 4096, 1)
-    assert Geometry.plan(1 << 30, 4096, 16384).max_segments <= MAX_SEGMENTS
-    assert Geometry.plan(60 << 40, 2 << 20, 1 << 30).max_segments <= MAX_SEGMENTS
+        SegmentGeometry.plan(1 << 30, 4096, 1)
+    assert SegmentGeometry.plan(1 << 30, 4096, 16384).max_segments <= MAX_SEGMENTS
+    assert SegmentGeometry.plan(60 << 40, 2 << 20, 1 << 30).max_segments <= MAX_SEGMENTS
 
 
-SMALL = Geometry.plan(8 << 20, 4096, 1)
+SMALL = SegmentGeometry.plan(8 << 20, 4096, 1)
 """A geometry of a thousand segments of one slot each."""
 
 

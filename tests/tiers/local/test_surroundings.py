@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiering.secondary.files import Files
+from tiering.medium.files import Files
 from tiers.local.surroundings import Surroundings
 
 

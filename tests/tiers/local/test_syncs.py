@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import BLOCK_BYTES, opened
-from tiering.block_store import Done, Outcome
 from tiering.errors import DeviceError, OutOfSpaceError
+from tiering.medium.block_store import Done, Outcome
 from tiering.testing.device import BadSectorDevice
 from tiering.testing.frames import block_to_put, key_of
-from tiers.local import Geometry, LocalStore, bad_slots
+from tiers.local import LocalStore, SegmentGeometry, bad_slots
 from tiers.local import segments as segments_module
 from tiers.local.layout import PAGE
 from tiers.local.syncs import SyncLedger
 
-GEOMETRY = Geometry.plan(1 << 20, BLOCK_BYTES, 1 << 20)
+GEOMETRY = SegmentGeometry.plan(1 << 20, BLOCK_BYTES, 1 << 20)
 WRITERS = 20
 K = [key_of(number) for number in range(64)]
 

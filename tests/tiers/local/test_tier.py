@@ -16,8 +16,8 @@ from tests.tiers.local.rig import BLOCK_BYTES, CAPACITY, SLOT_BYTES, LocalRig, m
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.errors import ConfigError
+from tiering.medium.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.contract import TierContext
-from tiering.secondary.io.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.testing.clock import SettableClock
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_loses_nothing(
     assert "a restart would read more headers" in caplog.text
     rig.store(K[16:24])
     device.full = set()
-    rig.abandon()
+    rig.drop()
     with opened(tmp_path) as again:
         assert again.load(K[:24]) == K[:24]
 

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.secondary.io_fakes import Primary, make_job, outcome_names
-from tiering.block_store import Done, Outcome
-from tiering.secondary.io.layers.breaker import Breakers
-from tiering.secondary.io.messages import IoKind
-from tiering.secondary.io.pipeline import Pipeline
-from tiering.secondary.io.stats import IoStats
+from tests.medium.io_fakes import Primary, make_job, outcome_names
+from tiering.medium.block_store import Done, Outcome
+from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.breaker import Breakers
+from tiering.medium.messages import IoKind
+from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
 from tiering.testing.device import FaultyDevice
-from tiers.local import Geometry, LocalStore
+from tiers.local import LocalStore, SegmentGeometry
 from tiers.local.layout import PAGE
 
 BLOCK_BYTES = 2 * PAGE
 SLOT_PAGES = BLOCK_BYTES // PAGE + 1
 CAPACITY = 1 << 20
-GEOMETRY = Geometry.plan(CAPACITY, BLOCK_BYTES, 256 << 10)
+GEOMETRY = SegmentGeometry.plan(CAPACITY, BLOCK_BYTES, 256 << 10)
 COUNT = 4
 """Slots of a run."""
 

@@ -64,7 +64,7 @@ def test_trouble_that_passes_costs_no_block_and_no_restart(
         rig = LocalRig(path).open()
         rig.checkpoint()
         rig.store([*K[:1], key_of(1000)])
-        rig.abandon()
+        rig.drop()
     device = scan_fails_with(number)
     rig = LocalRig(path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"})
     assert rig.tier.open(rig.context.clock() + 20)

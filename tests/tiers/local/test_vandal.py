@@ -12,7 +12,7 @@ import pytest
 from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
-from tiering.secondary.index.slots import SlotIndex
+from tiering.index.slots import SlotIndex
 from tiering.table.block_table import FREE
 from tiering.testing.frames import key_of
 from tiers.local import new_segments
@@ -113,6 +113,6 @@ def test_lives_among_vandals(
                 assert rig.close(), note
                 remembered = life.held()
             else:
-                rig.abandon()
+                rig.drop()
                 # Losses since the last step were not reported.
                 remembered = set()

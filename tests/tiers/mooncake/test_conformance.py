@@ -11,9 +11,9 @@ from examples.mooncake_pool import Master
 from tests.patience import PATIENT
 from tests.tiers.mooncake.pool import Raw
 from tiering.api.keys import OffloadKey
-from tiering.block_store import Place
+from tiering.index.shared import object_name
+from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
-from tiering.secondary.index.shared import object_name
 from tiering.testing.frames import key_of
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig

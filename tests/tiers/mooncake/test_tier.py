@@ -16,8 +16,8 @@ from tests.tiers.mooncake.pool import Raw
 from tiering.api.namespace import FORMAT_VERSION
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
-from tiering.secondary.index.places import place_prefix
-from tiering.secondary.index.shared import object_name
+from tiering.index.places import place_prefix
+from tiering.index.shared import object_name
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.mooncake import MOONCAKE_TIER, MooncakeOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiering.block_store import BlockIO
+from tiering.medium.block_store import BlockIO
 
 HEADER_BYTES = 128
 

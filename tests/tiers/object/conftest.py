@@ -7,7 +7,7 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tests.tiers.object.rigs import Make, make_rig
 from tiering.testing.tier_rig import TierRig
-from tiers.object.options import S3Options
+from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 
 

@@ -15,19 +15,19 @@ import pytest
 from tests.patience import PATIENT
 from tests.servers import Bucket, Endpoint
 from tests.tiers.object.rigs import namespace_of
-from tiering.block_store import Place
+from tiering.admin.records import Limits, Severity
+from tiering.admin.tier_admin import TierAdmin
+from tiering.block_tier.definition import TierDefinition
 from tiering.config.registry import tier_definition
 from tiering.errors import StoreError
-from tiering.secondary.admin.contract import Limits, Severity
-from tiering.secondary.admin.tier_admin import TierAdmin
+from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
-from tiering.secondary.definition import TierDefinition
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
+from tiers.object.bucket_options import BucketOptions
 from tiers.object.collection_lease import NAME, SECONDS, CollectionLease
 from tiers.object.epochs import begin_epochs
-from tiers.object.options import BucketOptions
 from tiers.object.store import ObjectStore
 
 T = TypeVar("T")

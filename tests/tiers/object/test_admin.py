@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 from moto import mock_aws
 
 from tests.fake_s3 import FakeS3
-from tiering.secondary.admin.contract import Severity
+from tiering.admin.records import Severity
 from tiers.object import S3Options
 from tiers.object.s3.credentials import CredentialSource
 from tiers.object.s3.lifecycle import check_lifecycle

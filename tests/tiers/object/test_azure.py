@@ -24,8 +24,8 @@ from tests.tiers.object.lying_proxy import Lie, lying_proxy
 from tests.tiers.object.rigs import tier_of
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite
 from tests.tls import make_authority
-from tiering.block_store import Done
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import Done
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K

@@ -9,7 +9,7 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tests.servers import ceph_rgw, moto_server, rclone_server
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite, StoreSuite, TierSuite
-from tiering.block_store import Place
+from tiering.medium.block_store import Place
 from tiering.testing.store_tests import BlockStoreTests
 from tiers.object import S3Options
 from tiers.object.store import ObjectStore

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fake_s3 import LOGIN_PAGE, FakeS3, Trouble, etag
 from tests.tiers.object.rigs import Make, block_names, lines
+from tiering.block_tier.corrupt import BUDGET
 from tiering.errors import TemporaryStoreError
-from tiering.secondary.service.corrupt import BUDGET
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K

@@ -14,8 +14,8 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.object.blocks import empty
 from tests.tiers.object.rigs import Make, lines
-from tiering.block_store import Done
 from tiering.errors import ConfigError, PermanentStoreError
+from tiering.medium.block_store import Done
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_rig import make_namespace
@@ -97,7 +97,7 @@ def test_what_boto3_renews_is_asked_for_again_without_a_new_session(monkeypatch:
     first = source()["access_key_id"]
     assert until(lambda: source()["access_key_id"] != first)
     assert len(sessions) == 1
-    source.forget()
+    source.drop()
     source()
     assert len(sessions) == 2
 

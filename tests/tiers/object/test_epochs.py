@@ -21,10 +21,10 @@ from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, Trouble
 from tests.patience import PATIENT
 from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
+from tiering.admin.records import Collected, Limits
+from tiering.epochs.epoch import lease_document
+from tiering.epochs.opener import Opener
 from tiering.errors import ConfigError
-from tiering.secondary.admin.contract import Collected, Limits
-from tiering.secondary.service.epoch import lease_document
-from tiering.secondary.service.opener import Opener
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options

@@ -12,9 +12,9 @@ from tests.fake_gcs import TOKEN, FakeGcs, fake_gcs
 from tests.fake_s3 import Trouble
 from tests.tiers.object.blocks import block, content, empty
 from tests.tiers.object.suites import FleetSuite, RealStoreSuite
-from tiering.block_store import Done
+from tiering.admin.records import Limits, Severity
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.secondary.admin.contract import Limits, Severity
+from tiering.medium.block_store import Done
 from tiers.object import OBJECT_TIER, ObjectOptions
 from tiers.object.store import ObjectStore
 from tiers.object.verbs import Verb

@@ -18,8 +18,8 @@ from tests.fake_gcs import fake_gcs
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.object.blocks import block, content, empty
 from tests.tls import Authority, make_authority
-from tiering.block_store import Done
 from tiering.errors import StoreError
+from tiering.medium.block_store import Done
 from tiers.object import ObjectOptions
 from tiers.object.cloud import AUTHORITIES
 from tiers.object.s3.credentials import CredentialSource

@@ -11,8 +11,8 @@ import pytest
 
 from tests.fake_gcs import fake_gcs
 from tests.fake_s3 import FakeS3
-from tiering.secondary.admin.contract import Finding, Severity
-from tiers.object.options import BucketOptions, ObjectOptions
+from tiering.admin.records import Finding, Severity
+from tiers.object.bucket_options import BucketOptions, ObjectOptions
 from tiers.object.permissions import probe_bucket
 
 S3 = ("s3", {"list": "s3:ListBucket on the bucket", "put": "s3:PutObject on the objects"})

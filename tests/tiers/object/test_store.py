@@ -12,9 +12,9 @@ import pytest
 
 from tests.fake_s3 import FakeS3, Trouble
 from tests.tiers.object.blocks import HEADER_BYTES, block, content, empty
-from tiering.block_store import Done
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiers.object.options import S3Options
+from tiering.medium.block_store import Done
+from tiers.object.bucket_options import S3Options
 from tiers.object.store import LOOKS_AFTER_REFUSAL, ObjectStore
 from tiers.object.verbs import Verb
 
@@ -297,7 +297,7 @@ class TestProbe:
         fake.fail(Trouble.HANG, method="HEAD", times=1 << 30)
         program = (
             "import sys, threading\n"
-            "from tiers.object.options import S3Options\n"
+            "from tiers.object.bucket_options import S3Options\n"
             "from tiers.object.store import ObjectStore\n"
             f"store = ObjectStore(S3Options(bucket={fake.bucket!r}, endpoint_url={fake.endpoint!r}, "
             "request_timeout=600.0, deadline=600.0))\n"

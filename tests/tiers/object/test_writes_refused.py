@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_s3 import FakeS3
 from tests.tiers.object.rigs import Make, lines
-from tiering.secondary.service.health import HEALTH_DOCUMENT
+from tiering.block_tier.health import HEALTH_DOCUMENT
 from tiering.testing.tier_tests import K
 
 

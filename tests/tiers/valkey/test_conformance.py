@@ -10,7 +10,7 @@ import valkey
 
 from examples.valkey_server import ValkeyServer
 from tests.patience import PATIENT
-from tiering.block_store import Place
+from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig

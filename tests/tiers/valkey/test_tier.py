@@ -12,10 +12,10 @@ from examples.valkey_server import ValkeyServer, serving
 from tests.patience import PATIENT
 from tests.tiers.valkey.relay import Relay
 from tiering.api.namespace import FORMAT_VERSION
-from tiering.block_store import Done
+from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.errors import ConfigError, CorruptBlockError
+from tiering.medium.block_store import Done
 from tiering.secondary.contract import TierContext
-from tiering.secondary.service.epoch_watch import LOOK_SECONDS, SURE_SECONDS
 from tiering.testing.clock import FakeClock
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig, make_namespace

@@ -110,7 +110,7 @@ class AdapterGuard:
         checks += [(self._unknown.pop(req_id), "", set()) for req_id in asking]
         return dataclasses.replace(metadata, adapter_checks=checks) if checks else metadata
 
-    def forget(self, request_id: str) -> None:
+    def drop(self, request_id: str) -> None:
         """Forget a request that has ended."""
         for requests in (self._assumed, self._unknown, self._loaded):
             requests.pop(request_id, None)

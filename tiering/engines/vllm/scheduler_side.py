@@ -92,19 +92,19 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         return found
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._forget(request.request_id)
+        self._drop(request.request_id)
         return (self.scheduler_half or self._no_scheduler()).request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._forget(request.request_id)
+        self._drop(request.request_id)
         return (self.scheduler_half or self._no_scheduler()).request_finished_all_groups(request, block_ids)
 
-    def _forget(self, request_id: str) -> None:
+    def _drop(self, request_id: str) -> None:
         self._open_requests.discard(request_id)
         self._waits.finished(request_id)
-        self._adapters.forget(request_id)
+        self._adapters.drop(request_id)
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies or jobs of tiers run.

@@ -11,8 +11,8 @@ from obstore.store import S3Store
 
 from tiering.api.masking import mask_text
 from tiering.errors import PermanentStoreError
+from tiers.object.bucket_options import S3Words
 from tiers.object.cloud import client_options, verification
-from tiers.object.options import S3Words
 from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
 
 if TYPE_CHECKING:

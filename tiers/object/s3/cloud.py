@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tiering.admin.records import Finding, Severity
 from tiering.errors import PermanentStoreError, TemporaryStoreError
-from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.bucket_options import BucketOptions, S3Words
 from tiers.object.cloud import Cloud
 from tiers.object.faults import SPACE, Cause, Dialect, summary
-from tiers.object.options import BucketOptions, S3Words
 from tiers.object.s3.client import check_token, connect
 from tiers.object.s3.credentials import CredentialSource
 from tiers.object.s3.lifecycle import check_lifecycle, make_client
@@ -77,7 +77,7 @@ class S3Cloud(Cloud):
         """boto3's client for copies, made when it is needed first."""
 
     def prepare(self) -> None:
-        self._credentials.forget()
+        self._credentials.drop()
         self._credentials()
         check_token(self.options, self._credentials)
 

@@ -135,7 +135,7 @@ class CredentialSource:
         known = self._known
         return known is not None and bool(known.token)
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop the kept credentials; the next call looks them up from the start of the chain."""
         with self._lock:
             self._source = self._known = None

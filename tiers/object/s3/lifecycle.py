@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiering.errors import PermanentStoreError
+from tiers.object.bucket_options import S3Words
 from tiers.object.cloud import verification
 from tiers.object.faults import summary
-from tiers.object.options import S3Words
 from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
 
 RULE_PREFIX = "kv-tiering "

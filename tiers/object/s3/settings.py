@@ -8,11 +8,11 @@ import email.utils
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tiering.admin.records import Finding, Severity
 from tiering.errors import PermanentStoreError
-from tiering.secondary.admin.contract import Finding, Severity
+from tiers.object.bucket_options import S3Words
 from tiers.object.faults import OBJECT_LOCK, summary
 from tiers.object.names import BLOCKS, DOCUMENTS
-from tiers.object.options import S3Words
 from tiers.object.s3.credentials import CredentialSource
 from tiers.object.s3.lifecycle import check_lifecycle, make_client
 

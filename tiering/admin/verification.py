@@ -1,0 +1,65 @@
+"""Verification of stored blocks without an engine: every checksum, after decoding."""
+
+from __future__ import annotations
+
+from tiering.medium.codec import BlockCodec
+from tiering.medium.frame import (
+    HEADER_BYTES,
+    Codec,
+    CorruptReason,
+    FrameError,
+    FrameHeader,
+    parse_header,
+    verify_raw,
+)
+
+MAX_BLOCK_BYTES = 1 << 32
+"""Longest block in bytes that a header may announce; a longer one counts as damaged."""
+
+
+class FrameVerifier:
+    """Verifies frames; for one thread, because it keeps buffers."""
+
+    def __init__(self) -> None:
+        self._codec: BlockCodec | None = None
+
+    def verify(
+        self, frame: memoryview, header_bytes: int, *, fingerprint: str = "", key: bytes | None = None
+    ) -> FrameHeader:
+        """Return the header of a block after its checksums, lengths and owner were verified.
+
+        Args:
+            frame: stored bytes: header and payload, possibly followed by padding.
+            header_bytes: bytes from the start of the frame to its payload.
+            fingerprint: expected fingerprint in hexadecimal; default: any.
+            key: expected key; default: any.
+
+        Raises:
+            FrameError: the block is damaged, or another one.
+            ConfigError: the block is compressed, and the package for that is not installed.
+        """
+        header = parse_header(frame[:HEADER_BYTES])
+        if isinstance(header, CorruptReason):
+            raise FrameError(header)
+        name = header.key or header.key_digest
+        if fingerprint and header.fingerprint.hex() != fingerprint:
+            raise FrameError(CorruptReason.NAMESPACE, name)
+        if key is not None and not header.names(key):
+            raise FrameError(CorruptReason.KEY, name)
+        payload = frame[header_bytes : header_bytes + header.stored_length]
+        if len(payload) != header.stored_length or header.raw_length > MAX_BLOCK_BYTES:
+            raise FrameError(CorruptReason.LENGTH, name)
+        verify_raw(header, self._decoded(header, payload, name), name)
+        return header
+
+    def _decoded(self, header: FrameHeader, payload: memoryview, name: bytes) -> memoryview:
+        if header.codec == Codec.RAW:
+            return payload
+        if header.stored_length > header.raw_length:
+            raise FrameError(CorruptReason.LENGTH, name)
+        if self._codec is None:
+            self._codec = BlockCodec(2)
+        row = memoryview(bytearray(header.raw_length))
+        row[: len(payload)] = payload
+        self._codec.decode(header.codec, row, header.stored_length, name)
+        return row

@@ -1,0 +1,192 @@
+"""Corrupt blocks on a shared medium: read again, and deleted only if the medium itself is at fault.
+
+A machine with bad memory, or a proxy that changes what it passes on, refuses sound blocks. Such a machine must not
+delete the blocks of all others. A refused block is therefore read again, twice, each time over a new connection and
+into other memory. If both reads are corrupt and equal, the store settles the matter: it deletes the version that was
+read if a digest of the medium proves the damage or another machine confirms it (:meth:`BlockStore.settle`). This
+process leaves every refused block alone for a while, unless the block has gone or has a second name.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tiering.api.keys import OffloadKey
+from tiering.errors import ConfigError, CorruptBlockError, StoreError
+from tiering.index.tier_index import TierIndex
+from tiering.medium.block_store import BlockStore, Done, Outcome, Place, RawBlock, Settlement
+from tiering.medium.codec import BlockCodec
+from tiering.medium.frame import HEADER_BYTES, Codec, verify, verify_raw
+from tiering.medium.messages import IoJob, IoTask
+from tiering.medium.side import IoSide
+from tiering.runtime.ratelimit import RateLimit
+
+logger = logging.getLogger("kv_tiering.tier")
+
+PERIOD = 60.0
+"""Seconds to which the budget and the limit apply."""
+
+BUDGET = 8
+"""Maximum number of blocks that one process reads again in a period."""
+
+LIMIT = 16
+"""Number of corrupt blocks in a period that opens the breaker, if they are a tenth of all blocks read."""
+
+_SHARE = 0.1
+_LOG_PERIOD = 30.0
+
+
+class Verdict(enum.Enum):
+    """Result of reading a refused block again that needs no settlement."""
+
+    GONE = "it is not there any more"
+    SOUND = "a second read is sound: suspect the memory of this machine, or a proxy; the block is left there"
+    UNSTABLE = "two more reads differ: suspect a proxy, or the memory of this machine; the block is left there"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A block that a load refused as corrupt."""
+
+    key: OffloadKey
+    """Key of the block."""
+    place: Place
+    """Place of the block on the medium."""
+    size: int
+    """Raw bytes of the block."""
+    fingerprint: bytes
+    """Fingerprint of the namespace that the block must carry."""
+
+
+class CorruptBlocks:
+    """Refused blocks of one tier on a shared medium; owned by the scheduler's thread.
+
+    Args:
+        name: name of the tier.
+        index: index of the medium, which remembers the blocks to leave alone.
+        io: I/O side that reads the blocks again.
+        header_bytes: bytes of a frame's header on the medium.
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(self, name: str, index: TierIndex, io: IoSide, header_bytes: int, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._index = index
+        self._io = io
+        self._header_bytes = header_bytes
+        self._clock = clock
+        self._spent: deque[float] = deque()
+        self._since = clock()
+        self._read = 0
+        self._corrupt = 0
+        self._lines = RateLimit(_LOG_PERIOD, clock)
+        self.deleted = 0
+        """Number of corrupt blocks that were deleted."""
+
+    def ended(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
+        """Record a load that ended with ``outcomes``."""
+        now = self._clock()
+        if now - self._since >= PERIOD:
+            self._since, self._read, self._corrupt = now, 0, 0
+        arrived = outcomes.count(Done.DONE)
+        self._read += arrived
+        if arrived == len(outcomes):
+            return
+        refused = [
+            Refused(job.keys[at], job.places[at], job.sizes[at], job.fingerprint)
+            for at, outcome in enumerate(outcomes)
+            if isinstance(outcome, CorruptBlockError)
+        ]
+        if refused:
+            self._read += len(refused)
+            self._refuse(refused, now)
+
+    def _refuse(self, refused: Sequence[Refused], now: float) -> None:
+        self._corrupt += len(refused)
+        self._index.refuse([block.key for block in refused], now)
+        if self._corrupt >= max(LIMIT, self._read * _SHARE):
+            self._io.breakers.reads.trip(
+                f"{self._corrupt} of the last {self._read} blocks read were corrupt; suspect a proxy between this "
+                "machine and the medium, the memory of this machine, or another program that writes to the medium"
+            )
+            self._read = self._corrupt = 0
+        for block in refused:
+            if not self._may_read_again(now):
+                break
+            self._io.run(
+                IoTask(
+                    "verify",
+                    partial(read_again, self._io.store, block, self._header_bytes),
+                    partial(self._ended, block),
+                )
+            )
+
+    def _may_read_again(self, now: float) -> bool:
+        spent = self._spent
+        while spent and now - spent[0] >= PERIOD:
+            spent.popleft()
+        if len(spent) >= BUDGET:
+            return False
+        spent.append(now)
+        return True
+
+    def _ended(self, block: Refused, verdict: Verdict | Settlement | None, error: BaseException | None) -> None:
+        if verdict in {Verdict.GONE, Settlement.DELETED, Settlement.RENEWED}:
+            self._index.pardon(block.key)
+        self.deleted += verdict is Settlement.DELETED
+        if count := self._lines.admit():
+            logger.warning(
+                "tier %s: %d corrupt block(s) were read again; the last, %s: %s",
+                self._name,
+                count,
+                block.place,
+                f"it could not be read again and is left there: {error}" if verdict is None else verdict.value,
+            )
+
+
+def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict | Settlement:
+    """Read a refused block twice more, and let the store settle it if both reads are corrupt and equal.
+
+    Runs on the I/O side.
+
+    Raises:
+        StoreError: the block could not be read or settled.
+    """
+    limit = header_bytes + block.size
+    first = store.read_again(block.place, limit)
+    if first is None:
+        return Verdict.GONE
+    if is_sound(first, block, header_bytes):
+        return Verdict.SOUND
+    if store.read_again(block.place, limit) != first:
+        return Verdict.UNSTABLE
+    return store.settle(block.place, first)
+
+
+def is_sound(found: RawBlock, block: Refused, header_bytes: int) -> bool:
+    """Return True if ``found`` is the block that was asked for, or if this process cannot decode it."""
+    payload = memoryview(bytearray(block.size))
+    stored = memoryview(found.content)[header_bytes:]
+    try:
+        header = verify(
+            memoryview(found.content)[:HEADER_BYTES],
+            key=block.key,
+            fingerprint=block.fingerprint,
+            raw_length=block.size,
+        )
+        if len(stored) != header.stored_length:
+            return False
+        payload[: len(stored)] = stored
+        if header.codec != Codec.RAW:
+            BlockCodec(element_size=2).decode(header.codec, payload, header.stored_length, block.key)
+        verify_raw(header, payload, block.key)
+    except StoreError:
+        return False
+    except ConfigError:
+        return True
+    return True

@@ -1,0 +1,52 @@
+"""Counters and rate-limited log of blocks that could not be stored or loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError
+from tiering.medium.block_store import Outcome
+from tiering.medium.layers.breaker import BreakerOpenError
+from tiering.medium.messages import IoJob, IoKind
+from tiering.runtime.ratelimit import RateLimit
+
+logger = logging.getLogger("kv_tiering.tier")
+
+_LOG_PERIOD = 30.0
+
+
+class FailureLog:
+    """Counts failed blocks and logs the reasons.
+
+    The I/O side itself logs corrupt blocks, and the breaker logs outages.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._lines = RateLimit(_LOG_PERIOD, clock)
+        self.corrupt_blocks = 0
+        """Number of blocks that were refused because they differed from the stored ones."""
+        self.device_errors = 0
+        """Number of blocks that could not be moved because the device reported an error at their place."""
+
+    def note(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
+        """Record that ``job`` ended with ``outcomes``, not all of them done."""
+        errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
+        if not errors:
+            return
+        self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
+        self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
+        others = [
+            error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
+        ]
+        if others and (events := self._lines.admit(len(others))):
+            what = "not stored" if job.kind is IoKind.STORE else "not loaded"
+            logger.warning(
+                "tier %s: %d block(s) were %s, the last one (of job %d) because: %s",
+                self._name,
+                events,
+                what,
+                job.job_id,
+                others[-1],
+            )

@@ -1,0 +1,408 @@
+"""Intake of a tier: which blocks it stores, and which it asks for again.
+
+- Admission policies decide if a tier stores a block that is offered to it. ``all`` admits every block, and ``none`` no
+  block (a tier that is only read). ``second_touch`` admits blocks that were seen before, because a block that is used
+  once is not worth a write. A fixed table of hashes remembers declined blocks, so it never grows and never stalls.
+  Blocks that come from a slower tier (*fills*) may have a stricter policy than other stores.
+- Offers bring back blocks that are in use in the primary tier and that the tier lacks. A tier misses blocks that were
+  stored while it was out of service, before it existed, or that lost their rows in its queue. The blocks among these
+  that matter are used again, and then the tier asks for them. The tier asks at a bounded rate, and rarely for the same
+  block. A block that was declined, or failed to be stored, would most likely be declined again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress, islice
+from operator import itemgetter
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from tiering.api.keys import OffloadKey
+from tiering.secondary.contract import HELD_FOR
+
+GHOST_SLOTS = 1 << 20
+"""Number of declined blocks that are remembered, 8 bytes each."""
+
+MAX_WANTED = 1 << 14
+"""Maximum number of blocks that wait to be taken as wanted; touches beyond it are ignored."""
+
+MAX_OWN_REQUESTS = 1 << 12
+"""Maximum number of requests whose own blocks are remembered.
+
+The bound keeps requests whose end is never announced from being remembered for ever.
+"""
+
+OFFERS_PER_SECOND = 256.0
+"""Number of blocks that one tier is offered again per second, in the long run."""
+
+OFFERS_AT_ONCE = 1024
+"""Maximum number of blocks that one tier is offered again at once, after a quiet time."""
+
+OFFER_AGAIN_AFTER = 60.0
+"""Seconds until a block that was offered again may be offered once more."""
+
+MAX_REMEMBERED = 1 << 16
+"""Maximum number of offered blocks that are remembered; the oldest is forgotten."""
+
+_LAST_BYTE = itemgetter(-1)
+
+
+class Admission(ABC):
+    """Admission policy, which decides for whole batches from memory, on the scheduler's thread."""
+
+    @abstractmethod
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        """Return the positions of the keys to store, in order.
+
+        Args:
+            keys: keys that are offered.
+            req_id: request that the blocks are stored for; empty: no request.
+            fill: True if the blocks come from a slower tier; default False.
+        """
+
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        """Record that request ``req_id`` used ``keys``."""
+
+    def take_wanted(self) -> list[OffloadKey]:
+        """Return keys that were declined before and would be admitted now, each once."""
+        return []
+
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were touched for the second time, counting all machines of a fleet."""
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that :meth:`admit` should decide about again.
+
+        All ``keys`` are in use and not held.
+        """
+        return keys
+
+    def on_request_finished(self, req_id: str) -> None:
+        """Forget ``req_id``: no calls for it follow."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+
+class AdmitAll(Admission):
+    """Policy that admits every block."""
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        return list(range(len(keys)))
+
+
+class AdmitNone(Admission):
+    """Policy that admits no block: other processes fill the tier."""
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        return []
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return ()
+
+
+class GhostFilter:
+    """Bounded memory of hashes: a table in which a new hash replaces the one in its slot.
+
+    After n more insertions a hash is still remembered with probability exp(-n / slots). Two keys are confused with
+    probability 2^-64.
+    """
+
+    def __init__(self, slots: int = GHOST_SLOTS) -> None:
+        """Make an empty filter of ``slots`` slots, a power of two."""
+        self._table: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self._mask = slots - 1
+
+    @staticmethod
+    def hashes(keys: Sequence[OffloadKey]) -> NDArray[np.int64]:
+        """Return one int64 per key, equal in every process, and never 0, which marks an empty slot."""
+        hashes = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, len(keys)).view(np.int64)
+        hashes[hashes == 0] = 1
+        return hashes
+
+    def contains(self, hashes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the ``hashes`` that are remembered."""
+        known: NDArray[np.bool_] = self._table[hashes & self._mask] == hashes
+        return known
+
+    def add(self, hashes: NDArray[np.int64]) -> None:
+        """Remember ``hashes``."""
+        self._table[hashes & self._mask] = hashes
+
+    def discard(self, hashes: NDArray[np.int64]) -> None:
+        """Remove ``hashes`` from the set; unknown ones are ignored."""
+        slots = hashes & self._mask
+        self._table[slots[self._table[slots] == hashes]] = 0
+
+    def clear(self) -> None:
+        """Forget everything, without a write to each slot: a new table is zero until it is used."""
+        self._table = np.zeros(len(self._table), np.int64)
+
+
+class AdmitSecondTouch(Admission):
+    """Policy that admits a block at its second touch.
+
+    The first store of a block is its first touch and is declined. A later touch makes the block wanted while it is
+    resident. A second store is admitted if the ghost filter still remembers the first.
+
+    A request touches its own blocks at every step, so touches by the request that brought a block do not count. A
+    request without a name owns no blocks.
+    """
+
+    def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
+        self._ghost = GhostFilter(slots)
+        self._own_requests = own_requests
+        self._declined = False
+        """True if a block was declined since the policy was empty; without any, no key is hashed."""
+        self._own: dict[str, set[int]] = {}
+        self.wanted: dict[OffloadKey, None] = {}
+        """Keys for :meth:`take_wanted`; only the methods of this class change the dictionary."""
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        hashes = self._ghost.hashes(keys)
+        known = self._ghost.contains(hashes)
+        self._ghost.discard(hashes[known])
+        new = hashes[~known]
+        if len(new):
+            self._declined = True
+            self._ghost.add(new)
+            if req_id:
+                self._own.setdefault(req_id, set()).update(new.tolist())
+                if len(self._own) > self._own_requests:
+                    del self._own[next(iter(self._own))]
+        admitted: list[int] = np.flatnonzero(known).tolist()
+        return admitted
+
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self._declined = True
+            self._ghost.add(self._ghost.hashes(keys))
+
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget that ``keys`` were declined, because they are stored for another reason."""
+        if self._declined:
+            self._ghost.discard(self._ghost.hashes(keys))
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        if not self._declined:
+            return
+        hashes = self._ghost.hashes(keys)
+        known = self._ghost.contains(hashes)
+        if not np.count_nonzero(known) or len(self.wanted) >= MAX_WANTED:
+            return
+        touched = list(compress(keys, known))
+        own = self._own.get(req_id)
+        if own is not None:
+            touched = [key for key, value in zip(touched, hashes[known].tolist(), strict=True) if value not in own]
+        self.want(touched)
+
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self.wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self.wanted))]))
+
+    def take_wanted(self) -> list[OffloadKey]:
+        if not self.wanted:
+            return []
+        wanted = list(self.wanted)
+        self.wanted.clear()
+        return wanted
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that do not wait for their second touch: another offer would count as one."""
+        if not self._declined:
+            return keys
+        return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
+
+    def on_request_finished(self, req_id: str) -> None:
+        self._own.pop(req_id, None)
+
+    def clear(self) -> None:
+        if self._declined:
+            self._ghost.clear()
+        self._declined = False
+        self._own.clear()
+        self.wanted.clear()
+
+
+class AdmitFillsApart(Admission):
+    """Policy with a rule of its own for blocks from slower tiers: their second touch, or never.
+
+    A block that a slower tier holds is not lost if this tier declines it. A write pays only if the block is used again.
+
+    Args:
+        stores: policy for all other stores; default: all are admitted.
+        never: True if blocks from slower tiers are never admitted; default False.
+        slots: number of declined blocks that are remembered.
+    """
+
+    def __init__(self, stores: Admission | None = None, *, never: bool = False, slots: int = GHOST_SLOTS) -> None:
+        self._stores = AdmitAll() if stores is None else stores
+        self._fills = AdmitSecondTouch(slots)
+        self._never = never
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        if not fill:
+            self._fills.forget(keys)
+            return self._stores.admit(keys, req_id)
+        if self._never:
+            self._fills.forget(keys)
+            self._fills.admit(keys, req_id)
+            return []
+        return self._fills.admit(keys, req_id)
+
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        self._stores.remember(keys)
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+        if self._never:
+            # A touch must not make a block wanted that came from a slower tier, although its own store was declined.
+            self._stores.touch(self._fills.may_be_offered(keys), req_id)
+        else:
+            self._stores.touch(keys, req_id)
+            self._fills.touch(keys, req_id)
+
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        self._stores.want(self._fills.may_be_offered(keys) if self._never else keys)
+
+    def take_wanted(self) -> list[OffloadKey]:
+        stores = self._stores.take_wanted()
+        return stores + self._fills.take_wanted() if self._fills.wanted else stores
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return self._stores.may_be_offered(self._fills.may_be_offered(keys))
+
+    def on_request_finished(self, req_id: str) -> None:
+        self._stores.on_request_finished(req_id)
+        self._fills.on_request_finished(req_id)
+
+    def clear(self) -> None:
+        self._stores.clear()
+        self._fills.clear()
+
+
+def make_admission(
+    word: Literal["all", "second_touch", "none"], fill: Literal["all", "second_touch", "none"] = "all"
+) -> Admission:
+    """Return the admission policy that a stack file names.
+
+    Args:
+        word: policy for stores.
+        fill: policy for blocks from slower tiers, which is never more generous than ``word``; default "all".
+    """
+    if word == "none":
+        return AdmitNone()
+    if word == "second_touch":
+        return AdmitFillsApart(AdmitSecondTouch(), never=True) if fill == "none" else AdmitSecondTouch()
+    return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
+
+
+class BlockSizes:
+    """Raw bytes of the blocks of each KV-cache group.
+
+    Args:
+        group_bytes: bytes of one block of each KV-cache group.
+    """
+
+    def __init__(self, group_bytes: tuple[int, ...]) -> None:
+        self._group_bytes = group_bytes
+
+    def of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the raw bytes of each block."""
+        if len(self._group_bytes) == 1:
+            return list(self._group_bytes) * len(keys)
+        # The last byte of a key is its group: an engine has a few, never more than 256.
+        return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
+
+
+class Offers:
+    """Chooses the blocks to offer to one tier again. Times are monotonic seconds.
+
+    Args:
+        admission: admission policy of the tier.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._allowance = float(OFFERS_AT_ONCE)
+        self._allowance_at = 0.0
+        self._offered: dict[OffloadKey, float] = {}
+        self.waiting: dict[OffloadKey, None] = {}
+        """Blocks to be offered, the oldest first; only the methods of this class change the dictionary."""
+
+    def add(self, lacking: Sequence[OffloadKey], now: float) -> float:
+        """Choose blocks to offer again, and return the seconds until another look at them is worthwhile.
+
+        Args:
+            lacking: keys in use that the tier lacks, a prefix in its order; the head is worth the most.
+            now: monotonic seconds.
+        """
+        if not lacking:
+            return HELD_FOR
+        earned = (now - self._allowance_at) * OFFERS_PER_SECOND
+        self._allowance = min(OFFERS_AT_ONCE, self._allowance + earned)
+        self._allowance_at = now
+        offered = self._offered
+        fresh = [key for key in self._admission.may_be_offered(lacking) if offered.get(key, 0.0) <= now]
+        chosen = fresh[: int(self._allowance)]
+        self._allowance -= len(chosen)
+        for key in chosen:
+            offered.pop(key, None)
+            offered[key] = now + OFFER_AGAIN_AFTER
+        for key in list(islice(offered, max(0, len(offered) - MAX_REMEMBERED))):
+            del offered[key]
+        self.waiting.update(dict.fromkeys(chosen))
+        return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
+
+    def take(self) -> list[OffloadKey]:
+        """Return the blocks to offer now, the oldest first."""
+        taken = list(self.waiting)
+        self.waiting.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Forget the blocks (a reset), but keep the rate."""
+        self._offered.clear()
+        self.waiting.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Intake of one tier."""
+
+    admission: Admission
+    """Admission policy."""
+    sizes: BlockSizes
+    """Raw bytes of blocks."""
+    offers: Offers
+    """Blocks to offer again."""
+
+    @classmethod
+    def build(
+        cls,
+        admission: Literal["all", "second_touch", "none"],
+        group_bytes: tuple[int, ...],
+        fill: Literal["all", "second_touch", "none"] = "all",
+    ) -> Self:
+        """Return the intake of a tier.
+
+        Args:
+            admission: name of the admission policy.
+            group_bytes: bytes of one block of each KV-cache group.
+            fill: name of the admission policy for blocks from slower tiers; default "all".
+        """
+        policy = make_admission(admission, fill)
+        return cls(policy, BlockSizes(group_bytes), Offers(policy))
+
+    def clear(self) -> None:
+        """Forget all blocks, for a reset."""
+        self.admission.clear()
+        self.offers.clear()

@@ -1,0 +1,384 @@
+"""Generic secondary tier: an index on the scheduler's thread, and an I/O side that uses a block store.
+
+Any failure on the way of a block is a miss. The members of a tier have one subject each:
+:class:`~tiering.block_tier.transfers.BlockTransfers` moves blocks, :class:`~tiering.block_tier.life.TierLife` opens,
+resets and closes, and :class:`~tiering.block_tier.intake.Intake` chooses the blocks to store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
+from tiering.api.namespace import Namespace
+from tiering.api.request import ReqContext
+from tiering.block_tier.coordination import Coordination
+from tiering.block_tier.event_log import EventLog
+from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
+from tiering.block_tier.life import PlacePrefix, TierLife
+from tiering.block_tier.parts import TierHooks, TierParts
+from tiering.block_tier.transfers import BlockTransfers
+from tiering.errors import ConfigError
+from tiering.index.prober import held_prefix
+from tiering.index.tier_index import Probe, TierIndex
+from tiering.medium.assembly import build_io_host
+from tiering.medium.block_store import BlockStore, Place
+from tiering.medium.messages import IoTask
+from tiering.medium.side import IoSide
+from tiering.runtime.forks import inert_in_children
+from tiering.secondary.contract import (
+    JobResult,
+    PrefixAnswer,
+    SecondaryTierManager,
+    TierContext,
+    TransferJob,
+)
+from tiering.secondary.inert import InertTier
+from tiering.secondary.options import BlockTierOptions
+from tiering.secondary.tier_stats import TierStats
+
+SHARED_LOAD_PART = 8
+"""Largest number of blocks of one load job from a shared medium, where a single block takes long.
+
+A larger number of transfers at a time does not make the parts longer.
+"""
+
+LOAD_PART = 256
+"""Largest number of blocks of one load job from a medium of this process or machine.
+
+At its deadline, a long load delivers the parts that have arrived. A larger part costs the scheduler less per block.
+"""
+
+REST_WITH_JOBS = 0.02
+"""Longest rest while jobs run, in seconds.
+
+Jobs that wait in vain and threads that hang are noticed in steps.
+"""
+
+_NO = PrefixAnswer(0, False)
+
+
+class BlockTier(TierHooks, SecondaryTierManager):
+    """Tier made of an index and a block store.
+
+    Subclasses use the public attributes, override hooks (:class:`~tiering.block_tier.parts.TierHooks`), and call the
+    methods "for subclasses". The scheduler's thread calls all methods and hooks.
+
+    Args:
+        context: environment of the tier.
+        options: options of the tier.
+        store: the medium.
+        index: index of the blocks on the medium.
+        place_prefix: for media whose places are names: ``index.enter`` receives ``place_prefix(namespace)`` whenever
+            the tier enters an epoch.
+        element_size: bytes of one KV element, by which compression splits; default 2.
+        io: I/O side to use; default: a new one.
+        coordination: coordination with the other machines that share the medium; default: none.
+
+    Raises:
+        ConfigError: the options are not those of a block tier, or the medium does not support their compression.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        options: BlockTierOptions,
+        store: BlockStore,
+        index: TierIndex,
+        *,
+        place_prefix: PlacePrefix | None = None,
+        element_size: int = 2,
+        io: IoSide | None = None,
+        coordination: Coordination | None = None,
+    ) -> None:
+        if not isinstance(options, BlockTierOptions):
+            raise ConfigError(
+                f"tier {context.name}: its options, {type(options).__name__}, lack the words of a BlockTier; "
+                "derive the class from tiering.tier.BlockTierOptions"
+            )
+        self.context = context
+        """Environment of the tier."""
+        self.options = options
+        """Options of the tier."""
+        self.store = store
+        """The medium, without layers."""
+        self.index = index
+        """Index of the blocks on the medium."""
+        self._announces = io is None
+        """True if the I/O side announces all that it ends; another I/O side promises nothing."""
+        self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size, clock=context.clock)
+        """I/O side of the tier."""
+        self.stats = TierStats()
+        """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
+
+        self.name = context.name
+        self.medium = store.traits.medium
+        self.load_deadline, self.store_deadline = options.longest_load, options.deadline
+        self.max_load_blocks = min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART
+        self.primary_share = options.primary_share
+        self.min_prefix_blocks = options.min_prefix_blocks
+        self.fill = options.admission != "none"
+        self.announces_news = True
+
+        self._clock = context.clock
+        self._lookup_index = index.lookup_prefix
+        self._coordination = coordination
+        self._ask = self.io.store.probe if coordination is None else partial(coordination.ask, self.io.store.probe)
+        self._intake = Intake.build(options.admission, context.group_bytes, options.fill_policy)
+        self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
+        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
+        self._jobs = BlockTransfers(parts, self)
+        self._life = TierLife(parts, self, self._jobs, place_prefix)
+        self._hits = 0
+        self._misses = 0
+        inert_in_children(self, InertTier)
+
+    # -------------------------------------------------------------------------------------------------- for subclasses
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Namespace in the present epoch; None while the tier has no epoch."""
+        return self._life.namespace
+
+    @property
+    def opened(self) -> bool:
+        """True once the medium has been open: :meth:`on_opened` was called."""
+        return self._life.opened
+
+    @property
+    def idle(self) -> bool:
+        """True if no job runs and the medium is not being opened."""
+        return not self._jobs.running and not self._life.attempting
+
+    @property
+    def failed_attempts(self) -> int:
+        """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
+        return self._life.failed_attempts
+
+    def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
+        self._events.removed(keys)
+
+    def announce_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce that ``keys`` became held without a job, by recovery (for subclasses)."""
+        self._events.stored(keys)
+
+    def retire(self, places: Sequence[Place]) -> None:
+        """Take ``places`` with a device error out of use; their blocks are lost (also for subclasses)."""
+        self._events.removed(self.index.retire(places))
+
+    def leave_medium(self) -> None:
+        """Stop service because the medium is not the one that was opened (for subclasses).
+
+        Lookups find nothing until :meth:`enter_medium`.
+        """
+        self._life.leave_medium()
+
+    def enter_medium(self) -> None:
+        """Open the store again after :meth:`leave_medium` and its closing (for subclasses).
+
+        On another medium, the blocks in the epoch of the start may be older than a reset of this process. After a
+        reset, a new epoch therefore begins.
+        """
+        self._life.enter_medium()
+
+    def wait(self, ended: Callable[[], bool], deadline: float) -> None:
+        """Process results of the I/O side until ``ended`` returns True or ``deadline`` has passed.
+
+        For methods of subclasses that may block.
+        """
+        self._life.wait(ended, deadline)
+
+    # ----------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        held, undecided = self.lookup_prefix((key,), req_context)
+        return None if undecided else held == 1
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        if not self._life.serving:
+            return _NO
+        answer = self._lookup_index(keys, self._clock())
+        held = answer[0]
+        self._hits += held
+        if held != len(keys):
+            if answer[1]:
+                self._start_probes()
+            else:
+                self._misses += 1
+        return answer
+
+    def _start_probes(self) -> None:
+        for probe in self.index.take_probes(self._clock()):
+            run, ended = partial(held_prefix, self._ask, probe), partial(self._probed, probe)
+            self.io.run(IoTask("probe", run, ended, lookup=True, expires=probe.expires))
+
+    def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
+        now = self._clock()
+        self._intake.offers.add(self.index.end_probe(probe, held, now), now)
+        if self._coordination is not None and held != len(probe.keys):
+            first = probe.keys[held or 0]
+            self._coordination.watch([first], [probe.place_of(first)])
+
+    def _hear(self, coordination: Coordination) -> None:
+        """Process the notices of the other machines."""
+        heard, left = coordination.take(), self._jobs.left
+        if heard is not None:
+            self.index.learn(heard.stored, self._clock())
+            self._intake.admission.want(heard.touched)
+        if left is not None:
+            if heard is not None:
+                left.stored(heard.stored)
+            if lapsed := left.take_lapsed(self._clock()):
+                self._offer(lapsed)
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        if self._life.storing:
+            return self._jobs.admit(keys, req_context.req_id, fill=is_fill)
+        self.stats.stores_dropped += len(keys)
+        return ()
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        return self._jobs.credit(wanted, seconds) if self._life.storing else None
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        self.stats.stores_evicted += len(keys)
+        self._intake.admission.remember(keys)
+
+    def submit_store(self, job: TransferJob) -> None:
+        if self._life.storing:
+            self._jobs.store(job)
+        else:
+            self._jobs.drop_store(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        if self._life.serving:
+            self._jobs.load(job)
+        else:
+            self._jobs.fail_load(job)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self._jobs.poll()
+        if self._coordination is not None:
+            self._hear(self._coordination)
+        self._life.tick(self._clock())
+        return self._jobs.take_finished()
+
+    def has_pending_work(self) -> bool:
+        return self._jobs.unreported
+
+    # ---------------------------------------------------------------------------------------------------------- notices
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.index.touch(keys)
+        self._intake.admission.touch(keys, req_context.req_id)
+
+    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.index.refresh(keys)
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        if self.options.admission == "none":
+            return math.inf
+        return self._offer(keys)
+
+    def _offer(self, keys: Sequence[OffloadKey]) -> float:
+        """Let the manager store those of ``keys`` again that the tier lacks, as :meth:`used` does."""
+        if not self._life.storing:
+            return 0.0
+        now = self._clock()
+        lacking = self.index.lacking(keys, now)
+        if lacking is None:
+            self._start_probes()
+            return OFFER_AGAIN_AFTER
+        return self._intake.offers.add(lacking, now)
+
+    def take_wanted_keys(self) -> Sequence[OffloadKey]:
+        wanted, offers = self._intake.admission.take_wanted(), self._intake.offers
+        if not offers.waiting or not self._life.storing:
+            return wanted
+        offered = offers.take()
+        return list(dict.fromkeys([*wanted, *offered])) if offered else wanted
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._intake.admission.on_request_finished(req_context.req_id)
+
+    def on_schedule_end(self) -> None:
+        self._life.tick(self._clock())
+        self.on_step()
+
+    def rest(self) -> float:
+        if self._coordination is not None:
+            return 0.0  # Nobody announces the notices of other machines.
+        calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
+        if not calm or not self.rests():
+            return 0.0
+        return REST_WITH_JOBS if self._jobs.running else math.inf
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._events.take()
+
+    # --------------------------------------------------------------------------------------- may block until a deadline
+
+    def open(self, deadline: float) -> bool:
+        serving = self._life.open(deadline)
+        self.open_error = self._life.error
+        return serving
+
+    def drain(self, deadline: float) -> bool:
+        return self._life.drain(deadline)
+
+    def reset(self, deadline: float, revision: str | None = None) -> bool:
+        return self._life.reset(deadline, revision)
+
+    def reset_done(self) -> bool:
+        return self._life.reset_done
+
+    def superseded(self) -> bool:
+        return self._life.successor is not None or self._life.outdated
+
+    def follow(self, deadline: float) -> bool:
+        return self._life.follow(deadline)
+
+    def shutdown(self, deadline: float) -> bool:
+        return self._life.shutdown(deadline)
+
+    # ------------------------------------------------------------------------------------------------------- statistics
+
+    def get_stats(self) -> TierStats:
+        io, stats = self.io.stats, self.stats
+        return replace(
+            stats,
+            queries=self._hits + self._misses,
+            hits=self._hits,
+            misses=self._misses,
+            read_bytes=io.read_bytes,
+            read_seconds=io.read_seconds,
+            written_bytes=io.written_bytes,
+            written_seconds=io.written_seconds,
+            retries=io.retries,
+            requests=io.requests,
+            corrupt_blocks=self._jobs.failures.corrupt_blocks,
+            device_errors=self._jobs.failures.device_errors,
+            lookups_late=self.index.late_lookups,
+            blocks_deleted=self._jobs.blocks_deleted,
+            blocks=self.index.blocks,
+            occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
+            capacity_bytes=self.options.capacity_bytes or 0,
+            recovering=int(self.recovering),
+            slots_retired=self.index.retired_for_errors,
+            load_depth=self.io.load_depth,
+            store_depth=self.io.store_depth,
+            breaker_state=int(self.io.breakers.state),
+            breaker_opened=self.io.breakers.opened,
+            available=int(self._life.serving),
+            writable=int(self._life.storing),
+            private_epoch=int(self._life.private),
+            coordinated=int(self._coordination is not None and self._coordination.ready),
+            job_latency=list(stats.job_latency),
+        )

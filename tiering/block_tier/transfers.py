@@ -1,0 +1,412 @@
+"""Jobs of one tier: from the manager, over the I/O side, to their results.
+
+The manager submits a :class:`TransferJob`. An :class:`IoJob` moves its blocks on the I/O side, an :class:`IoResult`
+reports them, and a :class:`JobResult` ends the job. All four, and all log lines, name the job by the manager's number.
+
+- Store: the index chooses places → an I/O job → its result → the index has the keys.
+- Load: the index returns the places → an I/O job → verified bytes are in the rows → its result.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import compress
+
+from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
+from tiering.block_tier.claims import LeftBlocks, StoreClaims
+from tiering.block_tier.corrupt import CorruptBlocks
+from tiering.block_tier.credit import StoreCredit
+from tiering.block_tier.failures import FailureLog
+from tiering.block_tier.overdue import OverdueLoads
+from tiering.block_tier.pace import LoadPace
+from tiering.block_tier.parts import TierHooks, TierParts
+from tiering.block_tier.stages import PlannedStore, RunningJob
+from tiering.errors import CorruptBlockError, DeviceError, OverdueError
+from tiering.medium.block_store import Done, Place
+from tiering.medium.messages import IoJob, IoKind, IoResult
+from tiering.secondary.contract import JobResult, TransferJob
+
+logger = logging.getLogger("kv_tiering.tier")
+
+
+class BlockTransfers:
+    """Submits the jobs of one tier to its I/O side, and processes their results.
+
+    Args:
+        parts: parts of the tier.
+        hooks: the tier, whose hooks are called.
+    """
+
+    def __init__(self, parts: TierParts, hooks: TierHooks) -> None:
+        context, index = parts.context, parts.index
+        num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
+        self.overdue = OverdueLoads(int(num_rows * parts.options.primary_share))
+        """Loads past their deadline."""
+        self.failures = FailureLog(context.name, context.clock)
+        """Counters of failed blocks."""
+        self._name = context.name
+        self._clock = context.clock
+        self._load_deadline, self._store_deadline = parts.options.longest_load, parts.options.deadline
+        self._pace = (
+            LoadPace(parts.options.longest_load, lambda: parts.io.load_depth, context.clock) if index.shared else None
+        )
+        self._admission = parts.intake.admission
+        self._sizes = parts.intake.sizes.of
+        largest = max(context.group_bytes)
+        self._credit = StoreCredit(lambda: parts.io.busy_bytes // largest, num_rows, context.clock)
+        self._index = index
+        self._io = parts.io
+        self._events = parts.events
+        self._stats = parts.stats
+        self._hooks = hooks
+        self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
+        self._coordination = parts.coordination
+        self._claims = None if parts.coordination is None else StoreClaims(parts.coordination, context.clock)
+        self.left = None if parts.coordination is None else LeftBlocks(parts.coordination.lapse_seconds)
+        """Blocks left to other machines; None without coordination."""
+        self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
+        self._not_begun = (math.inf, "")
+        """Deadline and request of the last load that was not taken up.
+
+        Its further parts are no further failures.
+        """
+        self.stores_due = math.inf
+        """Time at which stores hang if none has ended and no byte was written until then."""
+        self._stores = self._written = 0
+        self._fingerprint = b""
+        self._epochs = 0
+        self._running: dict[int, RunningJob] = {}
+        self._finished: list[JobResult] = []
+        self.places_wanted = 0
+        """Number of places that the last credit would have used, if fewer were ready; else 0."""
+        self.stored = False
+        """True if a store has begun since the present epoch was entered."""
+
+    # ------------------------------------------------------------------------------------------------------- submission
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool) -> list[int] | None:
+        """Return the positions of the keys to store; None: all."""
+        positions = self._admission.admit(keys, req_id, fill=fill)
+        if len(positions) == len(keys):
+            return None
+        self._stats.stores_declined += len(keys) - len(positions)
+        if self._tells_touches:
+            self._tell_touches(keys, positions)
+        return positions
+
+    def credit(self, wanted: int, seconds: float) -> int:
+        """Return how many of the ``wanted`` blocks keep the medium busy for ``seconds`` and get places."""
+        limit = max(0, min(wanted, self._credit.limit(seconds) - self._stats.cascades_active))
+        ready = self._index.places_ready
+        self.places_wanted = limit if limit > ready else 0
+        return int(min(limit, ready))
+
+    def _tell_touches(self, keys: Sequence[OffloadKey], admitted: list[int]) -> None:
+        """Let the fleet count a touch of those of ``keys`` that were not admitted."""
+        taken = set(admitted)
+        keys = [key for position, key in enumerate(keys) if position not in taken]
+        if self._coordination is not None:
+            self._coordination.declined(keys, [place for place in self._index.begin_load(keys) if place is not None])
+
+    def store(self, job: TransferJob) -> None:
+        """Submit a store, as far as the index has places."""
+        keys = job.keys
+        stats = self._stats
+        planned, places, already_held, evicted = self._index.plan_store(keys, self._clock())
+        if evicted:
+            stats.evictions += len(evicted)
+            self._events.removed(evicted)
+        held: list[OffloadKey] = []
+        if len(planned) < len(keys):
+            stats.stores_declined += len(keys) - len(planned) - len(already_held)
+            if already_held:
+                # Not announced: a probe of a chain asks for some of its blocks only, and the others may be missing.
+                held = [keys[position] for position in already_held]
+        if not planned:
+            self._finish(job, held)
+            return
+        rows: list[int] = job.block_ids.tolist()
+        if len(planned) < len(rows):
+            keys = [keys[position] for position in planned]
+            rows = [rows[position] for position in planned]
+        sizes = self._sizes(keys)
+        stats.cascades_active += len(keys)
+        self.stored = True
+        if self._claims is None or not self._claims.hold(PlannedStore(job, held, keys, rows, places, sizes)):
+            self._submit(IoKind.STORE, job, held, keys, rows, places, sizes)
+
+    def _upload(self, store: PlannedStore) -> None:
+        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
+
+    def _give_back(self, store: PlannedStore) -> None:
+        """Give back the places of blocks that this machine does not upload."""
+        self._stats.cascades_active -= len(store.keys)
+        self._index.end_store(store.keys, store.places, [False] * len(store.keys), self._clock())
+
+    def begin_claimed(self) -> bool:
+        """Begin the stores whose claims are answered; blocks that another machine uploads are left to it.
+
+        Returns:
+            True if no store waits for an answer any more.
+        """
+        if self._claims is None or self._coordination is None:
+            return True
+        for store, granted in self._claims.take_decided():
+            if granted is not None and not all(granted):
+                store, others = store.split(granted)
+                self._give_back(others)
+                self._stats.stores_left += len(others.keys)
+                self._coordination.watch(others.keys, others.places)
+                if self.left is not None:
+                    self.left.add(others.keys, self._clock())
+            if store.keys:
+                self._upload(store)
+            else:
+                self._finish(store.job, store.held)
+        return not self._claims
+
+    def drop_claimed(self) -> None:
+        """End the stores that wait for an answer to a claim: they are dropped."""
+        for store in () if self._claims is None else self._claims.take_all():
+            self._give_back(store)
+            self._stats.stores_dropped += len(store.keys)
+            self._finish(store.job, ())
+
+    def drop_store(self, job: TransferJob) -> None:
+        """End a store at once, because the tier takes no stores."""
+        self._stats.stores_dropped += len(job.keys)
+        self._finish(job, ())
+
+    def load(self, job: TransferJob) -> None:
+        """Submit a load of the keys that the index holds."""
+        places = self._index.begin_load(job.keys)
+        keys, rows = job.keys, job.block_ids.tolist()
+        known = [place for place in places if place is not None]
+        if len(known) < len(places):
+            there = [place is not None for place in places]
+            keys, rows = list(compress(keys, there)), list(compress(rows, there))
+            self._stats.promotions_failed += len(places) - len(known)
+        sizes = self._sizes(keys)
+        if self._pace is not None and (fitting := self._pace.fitting(sizes)) < len(keys):
+            self._stats.loads_too_long += len(keys) - fitting
+            keys, rows, known, sizes = keys[:fitting], rows[:fitting], known[:fitting], sizes[:fitting]
+        if not known:
+            self._finish(job, ())
+            return
+        if self._pace is not None:
+            self._pace.begin(sizes)
+        deadline = job.submitted_at + self._load_deadline
+        self.overdue.begin(job.job_id, deadline, len(known), job.req_context.req_id)
+        self._stats.promotions_active += len(keys)
+        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
+
+    def fail_load(self, job: TransferJob) -> None:
+        """End a load at once, because the tier is out of service."""
+        self._stats.promotions_failed += len(job.keys)
+        self._finish(job, ())
+
+    def _submit(
+        self,
+        kind: IoKind,
+        job: TransferJob,
+        held: list[OffloadKey],
+        keys: Sequence[OffloadKey],
+        rows: list[int],
+        places: list[Place],
+        sizes: list[int],
+    ) -> None:
+        # A store may have waited for an answer; a request waits for a load from its submission on.
+        if kind is IoKind.LOAD:
+            deadline = job.submitted_at + self._load_deadline
+        else:
+            deadline = self._clock() + self._store_deadline
+            self._stores += 1
+            if self.stores_due == math.inf:
+                self._await_stores(deadline)
+        io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
+        self._running[job.job_id] = RunningJob(job, held, io_job, self._epochs)
+        self._io.submit(io_job)
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def running(self) -> int:
+        """Number of jobs on the I/O side."""
+        return len(self._running)
+
+    @property
+    def blocks_deleted(self) -> int:
+        """Number of corrupt blocks that were deleted from a shared medium."""
+        return self._corrupt.deleted
+
+    @property
+    def unreported(self) -> bool:
+        """True if there are jobs that :meth:`take_finished` has not returned."""
+        return bool(self._running or self._finished or self._claims)
+
+    @property
+    def calm(self) -> bool:
+        """True if nothing happens here before the I/O side ends a job or a task, or another job is submitted."""
+        return not (self._finished or self._claims or self.overdue.deadlines)
+
+    def take_finished(self) -> list[JobResult]:
+        """Return the results of the jobs that have ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def poll(self) -> None:
+        """Process the jobs and tasks that the I/O side has ended, and begin stores whose claims are answered."""
+        for result in self._io.poll():
+            self._end(result)
+        if self._claims:
+            self.begin_claimed()
+
+    def expire(self, now: float) -> None:
+        """Count the loads that are overdue at ``now`` as failures of the medium."""
+        reads = self._io.breakers.reads
+        stalled = self._pace is not None and self._pace.stalled(self._io.stats.read_bytes)
+        for rows in self.overdue.expire(now):
+            self._stats.loads_overdue += rows
+            overdue = f"a load of {rows} blocks did not end within {self._load_deadline:g} s"
+            if stalled:
+                # Each further request would wait as long; probes in the background find out when the medium answers.
+                reads.trip(f"{overdue}, and no block arrived meanwhile")
+            else:
+                reads.record_failure(overdue)
+            if self.overdue.spent:
+                self._io.breakers.trip(f"{self.overdue.rows} primary rows are held by loads that do not end")
+
+    def _await_stores(self, due: float) -> None:
+        """Let stores count as hanging at ``due`` unless there is progress until then."""
+        self.stores_due, self._written = due, self._io.stats.written_bytes
+
+    def expire_stores(self, now: float) -> None:
+        """Take the tier out of service if stores hang beyond their deadline and nothing was written.
+
+        Background probes find out when the medium answers: first for reads, which it may still serve.
+        """
+        if self._io.stats.written_bytes != self._written or not self._io.hanging_stores:
+            self._await_stores(now + self._store_deadline)
+        else:
+            self.stores_due = math.inf
+            self._io.breakers.trip(
+                f"{self._io.hanging_stores} store(s) did not end within {self._store_deadline:g} s, and no byte was "
+                "written meanwhile"
+            )
+
+    def enter(self, namespace: Namespace) -> None:
+        """Write and expect blocks of ``namespace`` from now on."""
+        self._fingerprint = namespace.fingerprint
+
+    def leave(self) -> None:
+        """Leave the present epoch: from now on no result counts, not even those of running jobs."""
+        for running in self._running.values():
+            places = running.io.places
+            if running.io.kind is IoKind.STORE and self._coordination and self._index.holds_epoch(places):
+                self._coordination.released(places)
+        if self.left is not None:
+            self.left.clear()
+        self._epochs += 1
+        self._fingerprint = b""
+        self.stored = False
+        self.places_wanted = 0
+        self.drop_claimed()
+        self._finished = [result._replace(success=False, successful_keys=[]) for result in self._finished]
+
+    def _finish(
+        self,
+        job: TransferJob,
+        successful: Sequence[OffloadKey],
+        transfer_bytes: int | None = None,
+        transfer_time: float | None = None,
+    ) -> None:
+        complete = len(successful) == len(job.keys)
+        keys = None if complete else list(successful)
+        self._finished.append(JobResult(job.job_id, complete, keys, transfer_bytes, transfer_time))
+
+    def _end(self, result: IoResult) -> None:
+        io_job = result.job
+        running = self._running.pop(io_job.job_id, None)
+        if running is None:
+            logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, io_job.job_id)
+            return
+        self._hooks.on_result(result)
+        outcomes = result.outcomes
+        done = outcomes.count(Done.DONE)
+        failed = done < len(outcomes) and done + outcomes.count(Done.ABSENT) < len(outcomes)
+        if failed:
+            ended = zip(io_job.places, outcomes, strict=True)
+            if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
+                self._hooks.retire(bad)
+        now = self._clock()
+        self._stats.observe_job(now - io_job.submitted_at)
+        # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
+        current = running.epochs == self._epochs
+        if current and done == len(outcomes):
+            arrived = [True] * done
+        else:
+            arrived = [current and outcome is Done.DONE for outcome in outcomes]
+        if io_job.kind is IoKind.STORE:
+            revoked = self._hooks.revoked_places()
+            if revoked:
+                arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
+            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
+            self._end_store(result, running, arrived, keys, now)
+        else:
+            if self._pace is not None:
+                self._pace.end(io_job.sizes, result.transfer_bytes)
+            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
+            self._end_load(result, running.job.req_context.req_id, arrived, keys, now)
+        if current and failed:
+            self.failures.note(io_job, outcomes)
+        held = running.held if current else []
+        self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
+
+    def _end_store(
+        self, result: IoResult, running: RunningJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float
+    ) -> None:
+        io_job = result.job
+        self._stores -= 1
+        self._await_stores(now + self._store_deadline if self._stores else math.inf)
+        self._credit.ended(len(io_job.keys))
+        self._index.end_store(io_job.keys, io_job.places, arrived, now)
+        if self._coordination is not None and self._index.holds_epoch(io_job.places):
+            self._coordination.stored(list(compress(io_job.places, arrived)))
+            if len(stored) < len(io_job.keys):
+                failed = [place for place, good in zip(io_job.places, arrived, strict=True) if not good]
+                self._coordination.released(failed)
+        self._stats.cascades += len(stored)
+        self._stats.cascades_failed += len(io_job.keys) - len(stored)
+        self._stats.cascades_active -= len(io_job.keys)
+        self._events.stored(stored)
+
+    def _end_load(
+        self, result: IoResult, req_id: str, arrived: list[bool], loaded: Sequence[OffloadKey], now: float
+    ) -> None:
+        io_job, outcomes = result.job, result.outcomes
+        all_done = outcomes.count(Done.DONE) == len(outcomes)
+        if not self.overdue.end(io_job.job_id) and not all_done:
+            waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
+            self._stats.loads_overdue += waited
+            load = (io_job.deadline, req_id)
+            if waited == len(outcomes) and load != self._not_begun:
+                self._not_begun = load
+                self._io.breakers.reads.record_failure(
+                    f"a load of {waited} blocks was not taken up within {self._load_deadline:g} s"
+                )
+        if self._events.announces_read:
+            self._events.read(loaded)
+        lost = [False] * len(outcomes)
+        if not all_done:
+            lost = [
+                outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes
+            ]
+        self._events.removed(self._index.end_load(io_job.keys, io_job.places, lost, now))
+        if self._index.shared:
+            self._corrupt.ended(io_job, outcomes)
+        self._stats.promotions += len(loaded)
+        self._stats.promotions_failed += len(arrived) - len(loaded)
+        self._stats.promotions_active -= len(arrived)

@@ -1,0 +1,127 @@
+"""Explanation of a cold start: the parameters in which a new namespace differs from the nearest one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from tiering.errors import StoreError
+from tiering.medium.block_store import BlockStore
+from tiering.runtime.json_text import parse_json
+
+logger = logging.getLogger("kv_tiering.tier")
+
+_MAX_NAMESPACES = 64
+"""Maximum number of the medium's namespaces that are compared."""
+_MAX_TOLD = 8
+"""Maximum number of differences in the log line."""
+_MAX_VALUE = 80
+"""Maximum length of a value in the log line, in characters."""
+_UNTOLD = frozenset({"salt"})
+"""Parameters whose values are not logged."""
+
+
+class Nearest(NamedTuple):
+    """The namespace on the medium that differs in the fewest parameters."""
+
+    document: str
+    """Name of the document with its parameters."""
+    differences: tuple[str, ...]
+    """Each parameter that differs, with both values."""
+    others: int
+    """Number of other namespaces on the medium."""
+
+
+def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | None:
+    """Return the nearest of the other namespaces on a medium; None if no other parameters can be read.
+
+    Documents that cannot be read are left out.
+
+    Args:
+        store: the medium.
+        parameters: parameters of the new namespace, as in its own document.
+        prefix: prefix of the names of such documents.
+
+    Raises:
+        StoreError: the medium cannot list its documents.
+    """
+    own = _leaves(parse_json(parameters))
+    best: tuple[int, str, tuple[str, ...]] | None = None
+    others = 0
+    for name in islice(sorted(store.list_documents(prefix)), _MAX_NAMESPACES):
+        known = _read(store, name)
+        if known is None:
+            continue
+        others += 1
+        differences = tuple(_differences(own, known))
+        if best is None or (len(differences), name) < best[:2]:
+            best = (len(differences), name, differences)
+    return None if best is None else Nearest(best[1], best[2], others)
+
+
+def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
+    """Log the parameters in which the nearest of the other namespaces differs.
+
+    Args:
+        tier: name of the tier.
+        store: the medium.
+        parameters: parameters of the new namespace, as in its own document.
+        prefix: prefix of the names of such documents.
+    """
+    try:
+        nearest = find_nearest(store, parameters, prefix)
+    except StoreError as error:
+        logger.info("tier %s: the namespaces that its medium knows cannot be listed: %s", tier, error)
+        return
+    if nearest is None:
+        return
+    told = list(nearest.differences[:_MAX_TOLD])
+    if len(nearest.differences) > _MAX_TOLD:
+        told.append(f"and {len(nearest.differences) - _MAX_TOLD} more")
+    logger.warning(
+        "tier %s: begins empty, because nothing was stored with these parameters before; "
+        "of %d other namespaces there, the nearest (%s) differs in %s",
+        tier,
+        nearest.others,
+        nearest.document,
+        "; ".join(told),
+    )
+
+
+def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
+    try:
+        stored = store.read_document(name)
+        found = None if stored is None else parse_json(bytes(stored))
+        return _leaves(found) if isinstance(found, Mapping) else None
+    except (StoreError, ValueError, RecursionError) as error:
+        logger.info("document %s cannot be read, and is not compared: %s", name, error)
+        return None
+
+
+def _leaves(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the parameters by the path of their words; a list is one value."""
+    leaves: dict[str, Any] = {}
+    for word, item in value.items():
+        path = f"{above}{word}"
+        leaves.update(_leaves(item, f"{path}.") if isinstance(item, Mapping) else {path: item})
+    return leaves
+
+
+def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    for path in sorted(own.keys() | other.keys()):
+        if path in own and path in other and own[path] == other[path]:
+            continue
+        if path in _UNTOLD:
+            yield path
+        else:
+            yield f"{path} ({_short(other, path)} there, {_short(own, path)} here)"
+
+
+def _short(leaves: Mapping[str, Any], path: str) -> str:
+    if path not in leaves:
+        return "nothing"
+    text = json.dumps(leaves[path])
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -1,0 +1,350 @@
+"""Index of a medium shared with other processes: expiring results of probes, in bounded memory.
+
+The place of a block is a name made from its key, so the index need not remember places. The index remembers whether a
+load of the key is worth trying. Unknown keys are probed once per prefix. Their lookups stay undecided until a deadline.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress, islice, repeat, takewhile
+from operator import lt
+from typing import ClassVar
+
+from tiering.api.keys import OffloadKey
+from tiering.index.tier_index import Probe, Progress, StorePlan, TierIndex
+from tiering.medium.block_store import Place
+from tiering.secondary.contract import PrefixAnswer
+from tiering.table.disposal import DISPOSAL, Table
+
+MAX_ENTRIES = 1 << 20
+"""Maximum number of entries in each of the two tables, present and absent."""
+
+MAX_PROBES = 1024
+"""Maximum number of open probes; beyond it, an unknown key is a miss."""
+
+MAX_REFUSED = 1 << 16
+"""Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
+
+_MISSED = float("-inf")
+_NEVER = float("inf")
+
+REFUSED_SECONDS = 3600.0
+"""Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
+
+
+def object_name(prefix: str, key: OffloadKey) -> str:
+    """Return the place of ``key``: two hex digits that spread the names, then the key."""
+    digits = key.hex()
+    return f"{prefix}{digits[:2]}/{digits}"
+
+
+def object_names(prefix: str, keys: Sequence[OffloadKey]) -> list[Place]:
+    """Return the places of ``keys``, as :func:`object_name` does for each."""
+    return [f"{prefix}{digits[:2]}/{digits}" for digits in map(bytes.hex, keys)]
+
+
+class SharedIndex(TierIndex):
+    """Index of a shared medium.
+
+    Args:
+        present_ttl: seconds for which a block counts as present after it was found or stored; default 300.
+        absent_ttl: seconds for which a block counts as absent after a probe or load missed it; default 10.
+        lookup_deadline: seconds for which a lookup stays undecided while a probe is under way; default 0.25. After that
+            the lookup finds the head that the probe has found so far.
+        wait_per_block: seconds by which each block that the lookup may find extends its deadline; default 0.
+        longest_wait: longest extended deadline of a lookup in seconds; default 5.
+        max_entries: maximum number of entries in each of the two tables, present and absent.
+        cautious_after: number of probes in a row that found nothing, after which a probe asks for its first block
+            alone; for media that take one request per block; default: None, never.
+        on_absent: function that receives the places of blocks that are about to be stored, if a probe found the first
+            of them absent at most ``absent_ttl`` seconds ago; default: none.
+    """
+
+    shared: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        present_ttl: float = 300.0,
+        absent_ttl: float = 10.0,
+        lookup_deadline: float = 0.25,
+        wait_per_block: float = 0.0,
+        longest_wait: float = 5.0,
+        max_entries: int = MAX_ENTRIES,
+        cautious_after: int | None = None,
+        on_absent: Callable[[Sequence[Place]], None] | None = None,
+    ) -> None:
+        self._present_ttl = present_ttl
+        self._absent_ttl = absent_ttl
+        self._lookup_deadline = lookup_deadline
+        self._wait_per_block = wait_per_block
+        self._longest_wait = max(longest_wait, lookup_deadline)
+        self._max_entries = max_entries
+        self._cautious_after = cautious_after
+        self._on_absent = on_absent
+        self._present: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._unanswered: OrderedDict[OffloadKey, float] = OrderedDict()
+        """Keys whose probe found out nothing, with the time until which lookups miss them."""
+        self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._writing: set[Place] = set()
+        self._asked: dict[OffloadKey, float] = {}
+        """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
+        self._progress: dict[OffloadKey, Progress] = {}
+        """Progress of the probes that lookups have raised, by first key."""
+        self._late = 0
+        self._misses_in_a_row = 0
+        self._raised: list[Probe] = []
+        self._prefix = ""
+        self._place_of = partial(object_name, "")
+
+    def enter(self, place_prefix: str) -> None:
+        DISPOSAL.add(self.clear())
+        self._prefix = place_prefix
+        self._place_of = partial(object_name, place_prefix)
+
+    # ----------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
+        held = 0
+        if not keys or self._present.get(keys[0], 0.0) > now:
+            known = list(map(self._present.get, keys, repeat(0.0)))
+            if not known or min(known) > now:
+                return PrefixAnswer(len(known), False)
+            held = len(list(takewhile(partial(lt, now), known)))
+        first = keys[held]
+        if self._misses(first, now) or first in self._refused:
+            self._drop_behind(keys[held:] if held else keys, now)
+            return PrefixAnswer(held, False)
+        open_until = self._asked.get(first)
+        if open_until is not None:
+            if now < open_until:
+                return PrefixAnswer(held, True)
+            if open_until > _MISSED:
+                self._asked[first] = _MISSED
+                held += self._take_progress(first, keys[held:], now)
+            return PrefixAnswer(held, False)
+        if len(self._asked) >= MAX_PROBES or self._place_of(first) in self._writing:
+            return PrefixAnswer(held, False)
+        wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
+        until = now + min(wait, self._longest_wait)
+        self._asked[first] = until
+        cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
+        probe = Probe(keys[held:], self._place_of, expires=until, cautious=cautious)
+        self._progress[first] = probe.progress
+        self._raised.append(probe)
+        return PrefixAnswer(held, True)
+
+    def _take_progress(self, first: OffloadKey, keys: Sequence[OffloadKey], now: float) -> int:
+        """Return the number of leading blocks that a probe has found so far; the next one is a miss."""
+        progress = self._progress.get(first)
+        found = 0 if progress is None else min(progress.held, len(keys))
+        if not found:
+            self._late += 1
+            return 0
+        self._learn_present(keys[:found], now + self._present_ttl)
+        if found < len(keys):
+            self._unanswered[keys[found]] = now + min(self._lookup_deadline, self._absent_ttl)
+            self._trim(self._unanswered)
+        return found
+
+    def take_probes(self, now: float) -> Sequence[Probe]:
+        if not self._raised:
+            return ()
+        raised, self._raised = self._raised, []
+        return raised
+
+    def end_probe(self, probe: Probe, held: int | None, now: float) -> Sequence[OffloadKey]:
+        if probe.place_of is not self._place_of:
+            return ()
+        self._asked.pop(probe.keys[0], None)
+        self._progress.pop(probe.keys[0], None)
+        self._forgive(now)
+        if held is None:
+            self._unanswered[probe.keys[0]] = now + min(self._lookup_deadline, self._absent_ttl)
+            self._present.pop(probe.keys[0], None)
+            self._trim(self._unanswered)
+            return ()
+        self._misses_in_a_row = 0 if held else self._misses_in_a_row + 1
+        self._learn_present(probe.keys[:held], now + self._present_ttl)
+        # A store of this process may have ended during the probe: its result is newer than the probe's.
+        if held < len(probe.keys) and self._present.get(probe.keys[held], 0.0) <= now:
+            self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
+        return self._unheld(probe.keys[held:]) if probe.offers else ()
+
+    def learn(self, keys: Sequence[OffloadKey], now: float) -> None:
+        self._learn_present(keys, now + self._present_ttl)
+
+    def holds_epoch(self, places: Sequence[Place]) -> bool:
+        return bool(places) and str(places[0]).startswith(self._prefix)
+
+    def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
+        """Return the keys known to be absent, and the unknown ones after them.
+
+        Prefixes are stored from their head. A block that was present once is assumed to be present still, however long
+        ago, unless a block in front of it was found absent later. Offering a block that other processes hold costs a
+        request and its bytes, and a lookup finds out if the block is gone.
+
+        Keys without any record (after a restart, or dropped in an outage) are probed first. That is one probe for a
+        chain instead of a write for each of its blocks.
+        """
+        present = self._present
+        if self._refused:
+            keys = list(takewhile(lambda key: key not in self._refused, keys))
+        if all(map(present.__contains__, keys)):
+            return ()
+        unheld = keys[len(list(takewhile(present.__contains__, keys))) :]
+        first = unheld[0]
+        if self._misses(first, now):
+            self._drop_behind(unheld, now)
+            return self._unheld(unheld)
+        if first not in self._asked and len(self._asked) < MAX_PROBES and self._place_of(first) not in self._writing:
+            until = now + self._longest_wait
+            self._asked[first] = now + self._lookup_deadline
+            self._raised.append(Probe(unheld, self._place_of, offers=True, expires=until))
+        return None
+
+    def _unheld(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        present, writing, place_of = self._present, self._writing, self._place_of
+        return [key for key in keys if key not in present and (not writing or place_of(key) not in writing)]
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
+        places = object_names(self._prefix, keys)
+        self._drop_behind(keys, now)
+        unknown = not self._refused and self._writing.isdisjoint(places)
+        if unknown and self._present.keys().isdisjoint(keys):
+            return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
+        known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
+        if unknown and True not in known:
+            return self._begin_writing(keys, StorePlan(list(range(len(keys))), places), now)
+        if False in known and known[0]:
+            self._drop_behind(keys[known.index(False) :], now)
+            known = list(map(partial(lt, now), map(self._present.get, keys, repeat(0.0))))
+        named, places = places, []
+        positions: list[int] = []
+        already_held: list[int] = []
+        for position, (place, present) in enumerate(zip(named, known, strict=True)):
+            if present:
+                already_held.append(position)
+            elif place not in self._writing and keys[position] not in self._refused:
+                positions.append(position)
+                places.append(place)
+        return self._begin_writing(keys, StorePlan(positions, places, already_held), now)
+
+    def _begin_writing(self, keys: Sequence[OffloadKey], plan: StorePlan, now: float) -> StorePlan:
+        """Record that the places of ``plan``, a store of some of ``keys``, are being written; return ``plan``."""
+        positions = plan.positions
+        self._writing.update(plan.places)
+        # Prefixes are stored from their head: where the first block is absent, so are those behind it.
+        if self._on_absent is not None and positions and self._absent.get(keys[positions[0]], 0.0) > now:
+            self._on_absent(plan.places)
+        return plan
+
+    def end_store(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], stored: Sequence[bool], now: float
+    ) -> None:
+        self._writing.difference_update(places)
+        if self.holds_epoch(places):
+            if False in stored:
+                keys = list(compress(keys, stored))
+            self._learn_present(keys, now + self._present_ttl)
+
+    def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
+        """Return a name for each key, known or not: an absent block is a miss when it is read."""
+        return [*object_names(self._prefix, keys)]
+
+    def end_load(
+        self, keys: Sequence[OffloadKey], places: Sequence[Place], lost: Sequence[bool], now: float
+    ) -> list[OffloadKey]:
+        if not self.holds_epoch(places):
+            return []
+        gone = list(compress(keys, lost))
+        if gone:
+            self._learn_absent(gone, now + self._absent_ttl)
+        return gone
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
+
+    def refresh(self, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing, as :meth:`touch`."""
+
+    @property
+    def late_lookups(self) -> int:
+        return self._late
+
+    def refuse(self, keys: Sequence[OffloadKey], now: float) -> None:
+        deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
+        self._refused.update(dict.fromkeys(keys, now + REFUSED_SECONDS))
+        self._forgive(now)
+
+    def pardon(self, key: OffloadKey) -> None:
+        self._refused.pop(key, None)
+
+    def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
+        return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
+
+    def clear(self) -> Sequence[Table]:
+        held = self._present
+        DISPOSAL.add((self._absent, self._refused))
+        self._present, self._absent, self._refused = OrderedDict(), OrderedDict(), OrderedDict()
+        self._unanswered.clear()
+        self._asked.clear()
+        self._progress.clear()
+        self._raised.clear()
+        # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
+        self._place_of = partial(object_name, self._prefix)
+        return (held,)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._present)
+
+    # ----------------------------------------------------------------------------------------------------------- tables
+
+    def _forgive(self, now: float) -> None:
+        """Forget the blocks that were refused long ago, and the oldest ones beyond the bound."""
+        refused = self._refused
+        while refused and (len(refused) > MAX_REFUSED or next(iter(refused.values())) <= now):
+            refused.popitem(last=False)
+
+    def _misses(self, key: OffloadKey, now: float) -> bool:
+        """Return True if ``key`` was found absent, or its probe found out nothing, a short while ago."""
+        return self._absent.get(key, 0.0) > now or self._unanswered.get(key, 0.0) > now
+
+    def _drop_behind(self, keys: Sequence[OffloadKey], now: float) -> None:
+        """Drop what is known of ``keys``, a chain, from before its first key was found absent."""
+        present = self._present
+        until = self._absent.get(keys[0], 0.0) if keys else 0.0
+        if until <= now or present.keys().isdisjoint(keys):
+            return
+        latest = until - self._absent_ttl + self._present_ttl
+        for key in keys:
+            if present.get(key, _NEVER) < latest:
+                del present[key]
+
+    def _learn_present(self, keys: Sequence[OffloadKey], until: float) -> None:
+        if not keys:
+            return
+        if self._refused:
+            keys = [key for key in keys if key not in self._refused]
+        self._present.update(dict.fromkeys(keys, until))
+        for missed in (self._absent, self._unanswered):
+            if missed and not missed.keys().isdisjoint(keys):
+                deque(map(missed.pop, keys, repeat(None)), maxlen=0)
+        self._trim(self._present)
+
+    def _learn_absent(self, keys: Sequence[OffloadKey], until: float) -> None:
+        self._absent.update(dict.fromkeys(keys, until))
+        if not self._present.keys().isdisjoint(keys):
+            deque(map(self._present.pop, keys, repeat(None)), maxlen=0)
+        self._trim(self._absent)
+
+    def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
+        while len(table) > self._max_entries:
+            table.popitem(last=False)

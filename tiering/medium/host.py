@@ -1,0 +1,461 @@
+"""I/O side of a tier: threads that run jobs in units, and their queues to the scheduler's thread.
+
+The scheduler's thread only appends to deques and takes from them (:meth:`IoHost.submit`, :meth:`IoHost.run`,
+:meth:`IoHost.poll`). The thread that first takes a job cuts it into units, and one thread moves each unit. All threads
+share the units, the head of the prefix first. Inside a unit, blocks are ordered by slot, so that a store finds
+neighbours side by side. Tasks run before loads, and loads before stores. The depth of each direction
+(:mod:`tiering.runtime.depth`) bounds the units that run at once.
+
+The threads are started when the tier is opened, and are parked until there is work. There are more of them than units
+may run, so that others go on while some hang in the medium. If no thread can be started, jobs and tasks fail with a
+:class:`TemporaryStoreError`. The component that submitted a task tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import BlockStore, Done, Outcome
+from tiering.medium.lanes import JobState, Lanes, Unit, take_unit
+from tiering.medium.layers.breaker import BreakerOpenError
+from tiering.medium.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.medium.pipeline import LOG_PERIOD, Pipeline, release_frames
+from tiering.runtime.depth import DepthBounds
+from tiering.runtime.news import News
+from tiering.runtime.pool import ThreadPool
+from tiering.runtime.ratelimit import RateLimit
+
+_log = logging.getLogger("kv_tiering.io")
+
+BATCH_UNIT_BYTES = 8 << 20
+"""Maximum bytes of one unit for media that move several blocks at once."""
+
+LEAST_UNIT_BYTES, LEAST_UNIT_BLOCKS = 2 << 20, 8
+"""Units of media that move several blocks at once are not cut below the smaller one of these.
+
+A unit costs about as much CPU time as 10 blocks. The bound on blocks is for small ones in scattered slots: each takes a
+call of its own, and many in one unit would wait for one another.
+"""
+
+SINGLE_UNIT_BYTES = 1 << 20
+"""Maximum bytes of one unit for media that move one block after the other."""
+
+LOOKUP_THREADS = 32
+"""Maximum number of lookups that run at once."""
+
+TASK_THREADS = 4
+"""Threads for tasks, besides those for the largest depth and for units that hang."""
+
+_LONGEST_WAIT = 0.05
+_LOG_PERIOD = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskDone:
+    task: IoTask
+    result: Any
+    error: BaseException | None
+
+
+class IoHost:
+    """Runs the jobs and tasks of one tier.
+
+    :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome.
+    The scheduler's thread calls all methods.
+
+    Args:
+        pipeline: runs the units of jobs.
+        name: name of the tier.
+        depth: bounds of the number of units that run at once, for each direction.
+        clock: function that returns monotonic seconds.
+        unit_bytes: maximum bytes of a unit; a single block may be larger.
+        least_unit_bytes: bytes below which no job is cut; default 0, so that a unit may be a single block.
+        stopping: event that is set when the host is closed; default: a new one.
+        news: receiver of an announcement whenever a job or task ends; default: none.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        name: str,
+        depth: DepthBounds,
+        clock: Callable[[], float] = time.monotonic,
+        unit_bytes: int = BATCH_UNIT_BYTES,
+        least_unit_bytes: int = 0,
+        stopping: threading.Event | None = None,
+        news: News | None = None,
+    ) -> None:
+        self.name = name
+        """Name of the tier."""
+        self.breakers = pipeline.breakers
+        """Circuit breakers of the tier."""
+        self.stats = pipeline.stats
+        """Counters of the I/O."""
+        self.store: BlockStore = pipeline.store
+        """The store with its layers, for tasks."""
+        self.stopping = threading.Event() if stopping is None else stopping
+        """Event that is set once the host is closed; long tasks check it."""
+        self._pipeline = pipeline
+        self._clock = clock
+        self.unit_bytes = unit_bytes
+        """Maximum bytes of a unit; a single block may be larger."""
+        self.least_unit_bytes = least_unit_bytes
+        """Bytes below which no job is cut."""
+        self.lanes = Lanes(depth, clock)
+        """Units that wait and run, and the depth of each direction."""
+        self._threads = ThreadPool(f"kv-{name}-io", depth.most + depth.start + TASK_THREADS, clock)
+        self._lookups = ThreadPool(f"kv-{name}-lookup", LOOKUP_THREADS, clock)
+        self._woken = False
+        """True while a thread has been woken for units and has not begun to look for them."""
+        self._ended: deque[IoResult | _TaskDone] = deque()
+        self._news = threading.Event()
+        self._announce = (news or News()).announce
+        self._lock = threading.Lock()
+        self._submitted = 0
+        self._reported = 0
+        self._finished = 0
+        self._unexpected = RateLimit(LOG_PERIOD, clock)
+        self._hanging = RateLimit(_LOG_PERIOD, clock)
+        self._short_of_threads = RateLimit(_LOG_PERIOD, clock)
+
+    # ------------------------------------------------------------------------------------------- the scheduler's thread
+
+    @property
+    def in_flight(self) -> int:
+        """Number of jobs that were submitted and not yet returned by :meth:`poll`."""
+        return self._submitted - self._reported
+
+    @property
+    def load_depth(self) -> int:
+        """Number of units of loads that may run at once now."""
+        return self.lanes.loads.finder.depth
+
+    @property
+    def store_depth(self) -> int:
+        """Number of units of stores that may run at once now."""
+        return self.lanes.stores.finder.depth
+
+    @property
+    def hanging_stores(self) -> int:
+        """Number of threads that run a part of a store after its deadline."""
+        return self.lanes.stores.stuck(self._clock())
+
+    def start(self, deadline: float, *, lookups: bool) -> None:
+        """Start the threads, and wait for them until ``deadline`` at most.
+
+        Args:
+            deadline: time on the tier's clock.
+            lookups: True if lookups need threads, too.
+        """
+        for pool in (self._threads, self._lookups) if lookups else (self._threads,):
+            pool.start(deadline - self._clock())
+
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes of stores that keep all places busy, with as many units waiting as running."""
+        return 2 * self.store_depth * self.unit_bytes
+
+    def submit(self, job: IoJob) -> None:
+        """Submit a job; returns at once."""
+        self._submitted += 1
+        unit = Unit(JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
+        if not job.keys:
+            self._fail(unit, None)
+        elif (closed := self._closed_error()) is not None:
+            self._fail(unit, closed)
+        else:
+            self.lanes.of(job.kind).waiting.append(unit)
+            if self.lanes.has_work:
+                self._wake()
+
+    def run(self, task: IoTask) -> None:
+        """Submit a task; returns at once.
+
+        :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
+        """
+        if (closed := self._closed_error()) is not None:
+            self._refuse(task, closed)
+        else:
+            pool = self._lookups if task.lookup else self._threads
+            pool.run(partial(self._run_task, task), partial(self._refuse, task))
+
+    def poll(self) -> list[IoResult]:
+        """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
+        if self.lanes.loads.waiting or self.lanes.stores.waiting:
+            self._sweep()
+        if (shortage := self._threads.shortage) is not None:
+            self._note_shortage(shortage)
+        results: list[IoResult] = []
+        while self._ended:
+            item = self._ended.popleft()
+            if isinstance(item, IoResult):
+                results.append(item)
+                continue
+            try:
+                item.task.on_done(item.result, item.error)
+            except Exception:
+                _log.exception("tier %s: processing the result of task %s failed", self.name, item.task.name)
+        self._reported += len(results)
+        return results
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has.
+
+        The timeout is in real time.
+        """
+        if not self._ended:
+            self._news.clear()
+            if not self._ended:
+                self._news.wait(timeout)
+        return bool(self._ended)
+
+    def drain(self, deadline: float) -> bool:
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs or waits.
+
+        :meth:`poll` still returns their results.
+        """
+        for wait in _waits(self._clock, deadline):
+            self._sweep()
+            if self._finished == self._submitted:
+                return True
+            self._news.clear()
+            if self._finished != self._submitted:
+                self._news.wait(wait)
+        return self._finished == self._submitted
+
+    def discard(self) -> None:
+        """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
+        while (unit := self.lanes.take_any()) is not None:
+            self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
+
+    def close(self, deadline: float) -> bool:
+        """Shut down: fail jobs and tasks that have not begun, and wait for the others until ``deadline``.
+
+        After False, the method may be called again. The host neither opens nor closes the store.
+
+        Returns:
+            True if no thread touches rows or the medium any more.
+        """
+        self.stopping.set()
+        self._threads.stop()
+        self._lookups.stop()
+        self._abandon()
+        for wait in _waits(self._clock, deadline):
+            if self._threads.join(wait) and self._lookups.join(wait):
+                break
+        else:
+            return False
+        self._abandon()
+        self._pipeline.release()
+        return True
+
+    def join(self) -> None:
+        self._threads.join()
+        self._lookups.join()
+
+    def _closed_error(self) -> StoreError | None:
+        return PermanentStoreError(f"tier {self.name} is closed") if self.stopping.is_set() else None
+
+    def _wake(self) -> None:
+        """Make a thread look for units.
+
+        A thread that finds further units wakes the next thread. A burst of jobs therefore wakes one thread only, and
+        costs its caller one system call.
+        """
+        if not self._woken:
+            self._woken = True
+            self._threads.run(self._run_units, self._refuse_units)
+
+    def _sweep(self) -> None:
+        """Fail the jobs that wait in vain, and wake a thread in place of those that hang.
+
+        Jobs wait in vain if a breaker keeps them from the medium, or if they are overdue because all threads hang.
+        """
+        now = self._clock()
+        for kind in IoKind:
+            queue = self.lanes.of(kind).waiting
+            if queue and not self.breakers.allows(kind):
+                while (unit := take_unit(queue)) is not None:
+                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
+            while (unit := self._take_overdue(queue, now)) is not None:
+                self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
+        if not self.lanes.has_work:
+            return
+        if (stuck := self.lanes.stuck()) and (count := self._hanging.admit(stuck)):
+            _log.warning("tier %s: %d I/O thread(s) hang in the medium; others go on", self.name, count)
+        self._wake()
+
+    def _note_shortage(self, error: BaseException) -> None:
+        """Bound the depth by the threads that run, because no more could be started for ``error``."""
+        self.lanes.refused(self._threads.alive)
+        if count := self._short_of_threads.admit():
+            _log.error(
+                "tier %s: %d of %d I/O threads run (%s); raise the limit on processes (ulimit -u, "
+                "docker: --pids-limit) or on memory (ulimit -v); it is tried again (%d such failure(s))",
+                self.name,
+                self._threads.alive,
+                self._threads.size,
+                error,
+                count,
+            )
+
+    def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:
+        try:
+            if queue[0].state.job.deadline > now:
+                return None
+            unit = queue.popleft()
+        except IndexError:
+            return None
+        if unit.state.job.deadline <= now:
+            return unit
+        # Another thread took the overdue unit in between: put this one back, and wake the thread that found the queue
+        # empty meanwhile.
+        queue.appendleft(unit)
+        self._wake()
+        return None
+
+    def _abandon(self) -> None:
+        self._fail_waiting(TemporaryStoreError(f"tier {self.name} is closing"))
+
+    # -------------------------------------------------------------------------------------------------- the I/O threads
+
+    def _run_units(self) -> None:
+        """Run the most urgent units until there is none for which there is a place."""
+        self._woken = False
+        while not self.stopping.is_set() and (unit := self.lanes.begin()) is not None:
+            if unit.whole:
+                unit = self._cut(unit)
+            if self.lanes.has_work:
+                self._wake()
+            self._run_unit(unit)
+
+    def _cut(self, unit: Unit) -> Unit:
+        """Cut a whole job, or a part of one, into units; return the first one and queue the others.
+
+        The more jobs wait, the fewer units are needed to use all places. Larger units cost less CPU time per block.
+        """
+        job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
+        size = max(1, max(job.sizes, default=1))
+        share = -((unit.start - unit.stop) // max(1, lane.finder.depth - len(lane.waiting)))
+        least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS)
+        blocks = max(1, min(max(share, least), self.unit_bytes // size))
+        starts = range(unit.start, unit.stop, blocks)
+        units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in starts]
+        with self._lock:
+            unit.state.unfinished += len(units) - 1
+        lane.waiting.extendleft(units[:0:-1])
+        return units[0]
+
+    def _run_unit(self, unit: Unit) -> None:
+        """Run a unit that :meth:`Lanes.begin` gave to this thread."""
+        job = unit.state.job
+        begun = self._clock()
+        positions: Sequence[int] = range(unit.start, unit.stop)
+        outcomes: Sequence[Outcome] = ()
+        try:
+            ordered = positions
+            if isinstance(job.places[unit.start], int):
+                ordered = sorted(positions, key=job.places.__getitem__)
+            outcomes = self._pipeline.run(job, ordered)
+        except BaseException as error:
+            if not isinstance(error, StoreError) and self._unexpected.admit():
+                _log.exception(
+                    "tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.kind.value, len(positions)
+                )
+            release_frames(error)
+            failure = (
+                error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
+            )
+            ordered, outcomes = positions, [failure] * len(positions)
+        moved = [job.sizes[at] for at, outcome in zip(ordered, outcomes, strict=True) if outcome is Done.DONE]
+        self.lanes.end(job.kind, sum(moved), failed=len(moved) < len(positions))
+        self._report(self._end_unit(unit, ordered, outcomes, begun))
+
+    def _run_task(self, task: IoTask) -> None:
+        if (closed := self._closed_error()) is not None:
+            self._refuse(task, closed)
+            return
+        if self._clock() >= task.expires:
+            self._refuse(task, OverdueError("nothing waits for the lookup any more"))
+            return
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = task.run()
+        except BaseException as error:
+            release_frames(error)
+            failure = error
+        self._end(_TaskDone(task, result, failure))
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def _refuse_units(self, error: StoreError) -> None:
+        """Fail all units that wait, because no thread runs.
+
+        The flag comes first. A caller that finds it set has queued its units before, so that they are found here.
+        """
+        self._woken = False
+        self._fail_waiting(error)
+
+    def _fail_waiting(self, error: StoreError) -> None:
+        while (unit := self.lanes.take_any()) is not None:
+            self._fail(unit, error)
+
+    def _refuse(self, task: IoTask, error: StoreError) -> None:
+        self._end(_TaskDone(task, None, error))
+
+    def _fail(self, unit: Unit, error: StoreError | None) -> None:
+        """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
+        positions = range(unit.start, unit.stop)
+        outcomes = [error] * len(positions) if error is not None else []
+        self._report(self._end_unit(unit, positions, outcomes, self._clock()))
+
+    def _end_unit(
+        self, unit: Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float
+    ) -> IoResult | None:
+        """Note the outcomes of a unit, and return the result of its job if the unit was the last one."""
+        state = unit.state
+        with self._lock:
+            for position, outcome in zip(positions, outcomes, strict=True):
+                state.outcomes[position] = outcome
+            state.begun = min(state.begun, begun)
+            state.unfinished -= 1
+            if state.unfinished:
+                return None
+            self._finished += 1
+        job = state.job
+        moved = sum([size for size, outcome in zip(job.sizes, state.outcomes, strict=False) if outcome is Done.DONE])
+        return IoResult(job, state.outcomes, moved, self._clock() - state.begun)
+
+    def _report(self, result: IoResult | None) -> None:
+        if result is not None:
+            self._end(result)
+
+    def _end(self, item: IoResult | _TaskDone) -> None:
+        self._ended.append(item)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._announce()
+
+
+def _waits(clock: Callable[[], float], deadline: float) -> Iterator[float]:
+    """Yield lengths of waits until ``deadline`` on ``clock``; the last one is 0.
+
+    The waits also end when the real time that the clock promised has passed.
+    """
+    begun = time.monotonic()
+    allowed = deadline - clock()
+    while (left := min(deadline - clock(), allowed - (time.monotonic() - begun))) > 0:
+        yield min(left, _LONGEST_WAIT)
+    yield 0.0

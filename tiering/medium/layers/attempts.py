@@ -1,0 +1,171 @@
+"""Layers for the attempts at a medium, which are counted, start in time, and are repeated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from tiering.errors import OverdueError, StoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
+from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.layer import StoreLayer
+from tiering.secondary.options import RetryOptions
+
+
+class MeterLayer(StoreLayer):
+    """Counts every attempt into ``stats``.
+
+    This layer is directly around the medium: every attempt is a request, and costs money on some media.
+    """
+
+    def __init__(self, inner: BlockStore, stats: IoStats, *, clock: Callable[[], float]) -> None:
+        super().__init__(inner)
+        self._stats = stats
+        self._clock = clock
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        begun = self._clock()
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = self.inner.put(blocks)
+        finally:
+            moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is Done.DONE]
+            size = sum([len(block.header) + len(block.payload) for block in moved])
+            stats = self._stats
+            with stats.lock:
+                stats.requests += len(blocks)
+                stats.written_bytes += size
+                stats.written_seconds += self._clock() - begun
+        return outcomes
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        begun = self._clock()
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = self.inner.get(blocks)
+        finally:
+            moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is Done.DONE]
+            size = sum(
+                [len(block.header) + (block.filled if block.filled >= 0 else len(block.payload)) for block in moved]
+            )
+            stats = self._stats
+            with stats.lock:
+                stats.requests += len(blocks)
+                stats.read_bytes += size
+                stats.read_seconds += self._clock() - begun
+        return outcomes
+
+    def delete(self, places: Sequence[Place]) -> None:
+        self._count(len(places))
+        self.inner.delete(places)
+
+    def probe(self, places: Sequence[Place]) -> StoreProbe:
+        self._count(len(places))
+        return self.inner.probe(places)
+
+    def _count(self, requests: int) -> None:
+        with self._stats.lock:
+            self._stats.requests += requests
+
+
+class DeadlineLayer(StoreLayer):
+    """Returns :class:`OverdueError` for overdue blocks, and passes the others on.
+
+    A medium that moves one block after the other receives blocks one by one, so that the clock is read between them.
+    Attempts that have begun are not interrupted: their row is in use until they end.
+    """
+
+    def __init__(self, inner: BlockStore, *, clock: Callable[[], float]) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._one_by_one = not inner.traits.batches
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self._in_time(self.inner.put, blocks)
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self._in_time(self.inner.get, blocks)
+
+    def _in_time(
+        self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]
+    ) -> list[Outcome]:
+        if self._one_by_one and len(blocks) > 1:
+            return [self._in_time(attempt, (block,))[0] for block in blocks]
+        now = self._clock()
+        live = [block for block in blocks if block.deadline > now]
+        if len(live) == len(blocks):
+            return attempt(blocks)
+        done = iter(attempt(live)) if live else iter(())
+        return [
+            next(done) if block.deadline > now else OverdueError("the deadline passed before an attempt")
+            for block in blocks
+        ]
+
+
+class RetryLayer(StoreLayer):
+    """Retries those blocks of a batch that failed with a temporary error, with the same frame and buffers.
+
+    An attempt starts when the previous one has returned, so that no two attempts write one row. Wait n is between half
+    and all of ``backoff`` · 2ⁿ, at most ``backoff_max``. A block is not retried if the wait would end after its
+    deadline, or once ``stopping`` returns True. Its outcome is then the last error.
+
+    Args:
+        inner: the store to call.
+        options: number of attempts and lengths of the waits.
+        stats: counters to update.
+        clock: function that returns monotonic seconds.
+        sleep: function that waits for some seconds.
+        stopping: function that returns True once no retry shall start.
+        rng: source of the jitter; default: a new one.
+    """
+
+    def __init__(
+        self,
+        inner: BlockStore,
+        options: RetryOptions,
+        stats: IoStats,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], object],
+        stopping: Callable[[], bool] = lambda: False,
+        rng: random.Random | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._options = options
+        self._stats = stats
+        self._clock = clock
+        self._sleep = sleep
+        self._stopping = stopping
+        self._rng = random.Random() if rng is None else rng
+
+    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self._retry(self.inner.put, blocks)
+
+    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+        return self._retry(self.inner.get, blocks)
+
+    def _retry(self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]) -> list[Outcome]:
+        outcomes = attempt(blocks)
+        for retry in range(self._options.attempts - 1):
+            failed = [
+                at for at, outcome in enumerate(outcomes) if isinstance(outcome, StoreError) and outcome.temporary
+            ]
+            if not failed or self._stopping():
+                break
+            wait = self._wait(retry)
+            end = self._clock() + wait
+            failed = [at for at in failed if blocks[at].deadline > end]
+            if not failed:
+                break
+            self._sleep(wait)
+            if self._stopping():
+                break
+            with self._stats.lock:
+                self._stats.retries += len(failed)
+            for at, outcome in zip(failed, attempt([blocks[at] for at in failed]), strict=True):
+                outcomes[at] = outcome
+        return outcomes
+
+    def _wait(self, retry: int) -> float:
+        longest = min(self._options.backoff * 2.0**retry, self._options.backoff_max)
+        return longest * self._rng.uniform(0.5, 1.0)
