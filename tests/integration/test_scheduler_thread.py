@@ -108,7 +108,7 @@ ALLOWED = {
 
 
 IO_THREADS = r"lock.* in (threading.py:.*|tiering/.*/host.py:_end_unit), from host.py:"
-"""Calls of a reset that wait for I/O threads: until its deadline, or while one notes the end of a unit."""
+"""Calls of a reset that wait for I/O threads, until its deadline or for some microseconds."""
 
 
 class Calls:

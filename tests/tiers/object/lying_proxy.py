@@ -54,7 +54,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def lying_proxy(target: str, lie: Lie | None = None, about: str = "/blocks/") -> Iterator[Proxy]:
-    """A proxy on loopback in front of the server ``target`` that changes objects with ``about`` in their names."""
+    """A proxy on loopback in front of ``target`` that changes objects with ``about`` in their names."""
     proxy = Proxy(target, lie, about)
 
     class Handler(_Handler):
