@@ -210,7 +210,7 @@ def test_an_image_of_before_that_takes_the_place_of_the_disk_in_use_serves_nothi
         skipped += 0.1
         machine.manager.on_schedule_end()
         machine.manager.has_pending_work()
-        return bool(machine.manager.get_stats()["tiers"]["local"]["blocks_lost"]) and machine.available("local") == 1
+        return bool(machine.manager.get_stats()["tiers"]["local"]["reopened"]) and machine.available("local") == 1
 
     assert until(opened_again)
     machine.await_bucket()

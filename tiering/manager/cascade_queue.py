@@ -49,28 +49,29 @@ class PulledBlocks(NamedTuple):
 class CascadeQueue:
     """Queued blocks of one tier, each at most once."""
 
-    __slots__ = ("_finished", "_lane_of", "_lanes", "_open", "ended")
+    __slots__ = ("_finished", "_lanes", "_open", "ended", "lane_of")
 
     def __init__(self) -> None:
         self._lanes: OrderedDict[QueuedRequest, None] = OrderedDict()
         """The lanes, the one whose turn is next first."""
         self._open: dict[tuple[str, bool], QueuedRequest] = {}
         """Lane of a request's id and ``is_fill``."""
-        self._lane_of: dict[OffloadKey, QueuedRequest] = {}
+        self.lane_of: dict[OffloadKey, QueuedRequest] = {}
+        """Lane of each queued block; only the queue's methods change it, and hot paths read it."""
         self._finished: dict[str, ReqContext] = {}
         """Requests that have finished and still have blocks here, by id."""
         self.ended: list[ReqContext] = []
         """Finished requests whose last block has left; the owner of the queue takes them off."""
 
     def __len__(self) -> int:
-        return len(self._lane_of)
+        return len(self.lane_of)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._lane_of
+        return key in self.lane_of
 
     def new(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return those of ``keys`` that are not queued."""
-        queued = self._lane_of
+        queued = self.lane_of
         return keys if queued.keys().isdisjoint(keys) else [key for key in keys if key not in queued]
 
     def append(self, ctx: ReqContext, keys: Sequence[OffloadKey], *, is_fill: bool) -> None:
@@ -87,7 +88,7 @@ class CascadeQueue:
             self._lanes[lane] = None
         blocks: dict[OffloadKey, QueuedRequest] = dict.fromkeys(keys, lane)
         lane.keys.update(OrderedDict.fromkeys(blocks))
-        self._lane_of.update(blocks)
+        self.lane_of.update(blocks)
 
     def take(self, most: int) -> PulledBlocks:
         """Remove and return up to ``most`` blocks of the request whose turn it is; the queue is not empty."""
@@ -100,7 +101,7 @@ class CascadeQueue:
             keys = [lane.keys.popitem(last=False)[0] for _ in range(most)]
             self._lanes.move_to_end(lane)
         for key in keys:
-            del self._lane_of[key]
+            del self.lane_of[key]
         if not lane.keys:
             self._close(lane)
         return PulledBlocks(lane.ctx, lane.is_fill, keys)
@@ -109,7 +110,7 @@ class CascadeQueue:
         """Remove those of ``keys`` that are queued, and return them."""
         gone: list[OffloadKey] = []
         for key in keys:
-            lane = self._lane_of.pop(key, None)
+            lane = self.lane_of.pop(key, None)
             if lane is not None:
                 gone.append(key)
                 del lane.keys[key]
@@ -119,7 +120,7 @@ class CascadeQueue:
 
     def clear(self) -> list[OffloadKey]:
         """Remove and return all blocks."""
-        return self.discard(list(self._lane_of))
+        return self.discard(list(self.lane_of))
 
     def lanes_from_last(self, most: int) -> list[QueuedRequest]:
         """Return up to ``most`` lanes, the one whose turn is last first."""

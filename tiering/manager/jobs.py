@@ -182,9 +182,10 @@ class TierJobs:
     def pull(self) -> None:
         """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
         now = self._clock()
-        self._broker.end_step(now)
+        if self._broker.stepped_at < math.inf:
+            self._broker.end_step(now)
         for state in self._states:
-            if state.queue and state.in_service:
+            if state.queue.lane_of and state.in_service:
                 self._pull(state, now)
         if self._jobs:
             self._broker.begin_step(now)

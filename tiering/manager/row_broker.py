@@ -97,15 +97,16 @@ class RowBroker:
         self._most_rows = int(QUEUE_SHARE * primary.num_rows)
         self.longest_step = 0.0
         """Longest recent step with jobs in flight, in seconds."""
-        self._stepped_at = math.inf
+        self.stepped_at = math.inf
+        """Time at which the present step began, if its length matters; else infinite."""
 
     def begin_step(self, now: float) -> None:
         """Note that a step begins with jobs in flight: its length matters."""
-        self._stepped_at = now
+        self.stepped_at = now
 
     def end_step(self, now: float) -> None:
         """Measure the step that ends now, if its length matters."""
-        seconds, self._stepped_at = now - self._stepped_at, math.inf
+        seconds, self.stepped_at = now - self.stepped_at, math.inf
         if 0.0 <= seconds < LONGEST_STEP:
             self.longest_step = max(seconds, (1 - FADING) * self.longest_step)
 

@@ -219,7 +219,8 @@ class BadSlots:
             return
         if self._unsaved:
             self._saving.tick(now)
-        self._trials.tick(now)
+        if now >= self._trials.due:
+            self._trials.tick(now)
 
     def save(self) -> None:
         """Write the document if the list has changed."""

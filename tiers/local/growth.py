@@ -109,7 +109,8 @@ class Growth:
 
     def tick(self, now: float) -> None:
         """Bring the directory within the capacity, and add a segment, where that is due."""
-        self._tidy.tick(now)
+        if now >= self._tidy.due:
+            self._tidy.tick(now)
         grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
         if not grows or self._index.free < max(self._per_segment, self._places_wanted()):
             self._grow()

@@ -188,7 +188,8 @@ class LocalTier(BlockTier):
         if recovers:
             feed.tick(now)
             recovers = feed.active
-        self._closing.tick(now)
+        if now >= self._closing.due:
+            self._closing.tick(now)
         if self._closing_down:
             return
         if self._life.namespace is None:
