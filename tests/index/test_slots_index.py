@@ -290,6 +290,19 @@ def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
     assert (index.slots, index.free) == (4, 2)
 
 
+def test_slots_without_space_that_are_on_trial_come_back_with_the_others_when_the_trial_ends() -> None:
+    index = make_index(4)
+    plan = index.plan_store(K[:3], NOW)
+    index.states.retire_full(K[:3], np.array(plan.places))
+    index.end_store(K[:3], plan.places, [False] * 3, NOW)
+    on_trial = index.borrow(1)
+    assert index.states.restore_full() == 3
+    assert (index.slots, index.states.full) == (3, 0), "the medium would be asked for space again"
+    index.give_back([])
+    assert (index.slots, index.free, index.states.full) == (4, 4, 0)
+    assert on_trial[0] in index.plan_store(K[3:7], NOW).places
+
+
 def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_its_block_does_not_count() -> None:
     index = make_index(2)
     plan = index.plan_store(K[:2], NOW)

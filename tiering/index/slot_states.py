@@ -124,8 +124,15 @@ class SlotStates:
         self.in_use -= len(fresh)
 
     def restore_full(self) -> int:
-        """Take the slots that :meth:`retire_full` retired back into use, and return how many there are."""
-        return self._restore(self.full_slots() - self._borrowed.keys())
+        """Take the slots that :meth:`retire_full` retired back into use, and return how many there are.
+
+        Those on trial are free when the trial has ended, however it ends.
+        """
+        chosen = self.full_slots()
+        on_trial = chosen & self._borrowed.keys()
+        self._borrowed.update(dict.fromkeys(on_trial, False))
+        self._restore(chosen - on_trial)
+        return len(chosen)
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         """Take slots with a device error out of use until :meth:`restore`, and return the keys held there.
