@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.thread_limit import ThreadLimit
 from tiering.api.manager import OffloadingEvent
-from tiering.table import disposal, events
+from tiering.table import block_table, disposal, events
 from tiering.table.block_table import BlockTable
 from tiering.table.disposal import AT_ONCE, SLICE, Disposal
 from tiering.table.events import EventQueue
@@ -111,6 +112,35 @@ def test_dictionaries_wait_while_no_thread_can_be_started(thread_limit: ThreadLi
     thread_limit.leave()
     freeing.add([second])
     assert until(lambda: not first and not second)
+
+
+def test_a_table_that_is_filled_frees_what_waits_while_no_thread_can_be_started(
+    thread_limit: ThreadLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread_limit.reach()
+    freeing = Disposal(lambda seconds: None)
+    monkeypatch.setattr(block_table, "DISPOSAL", freeing)
+    waiting = [_table(AT_ONCE + 1), {}, _table(100)]
+    total = sum(map(len, waiting))
+    freeing.add(list(waiting))
+    assert until(lambda: freeing.needs_help)
+    table = BlockTable(total)
+    keys = keys_of(*range(1, total))
+    taken = table.allocate(keys[:100])
+    assert sum(map(len, waiting)) == total - 200
+    table.insert(keys[100:200], np.arange(total - 100, total))
+    assert sum(map(len, waiting)) == total - 400
+    assert taken is not None
+    assert table.allocate(keys[200 : total // 2 + 1]) is not None
+    assert sum(map(len, waiting)) == 0
+    assert table.allocate(keys[total // 2 + 1 : total // 2 + 2]) is not None
+    assert not freeing.needs_help
+    first, second = _table(AT_ONCE + 1), _table(AT_ONCE + 1)
+    freeing.add([first])
+    assert until(lambda: freeing.needs_help)
+    thread_limit.leave()
+    freeing.add([second])
+    assert until(lambda: not first and not second and not freeing.needs_help)
 
 
 # --------------------------------------------------------------------------------------------------------------- events

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
+from tiering.table.disposal import DISPOSAL
 from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.arc import ARCEvictionPolicy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
@@ -191,6 +192,8 @@ class BlockTable:
         free = self._free_count - len(self._withdrawn) + self._unswept
         if count > free + self.evictable:
             return None
+        if DISPOSAL.needs_help:
+            DISPOSAL.help(count)
         evicted: list[bytes] = []
         take = min(count, free)
         rows = _NO_ROWS
@@ -393,6 +396,8 @@ class BlockTable:
             keys: key of each row.
             rows: rows that are in no list of this table and contain the blocks already.
         """
+        if DISPOSAL.needs_help:
+            DISPOSAL.help(len(rows))
         if self._swept < self.num_rows:
             self._inserted[rows] = True
         self.keys[rows] = keys

@@ -1,8 +1,10 @@
 """The freeing of large dictionaries away from the scheduler's thread.
 
 A dictionary with millions of keys is freed in most of a second, with the interpreter lock held. The thread of this
-module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is
-left.
+module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is left.
+
+While no thread can be started, tables that are being filled free twice as many keys as they receive. What waits is thus
+gone before such a table is as large.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ class Disposal:
         self._rest = rest
         self._waiting: deque[Table] = deque()
         self._pool: ThreadPool | None = None
+        self.needs_help = False
+        """True if no thread could be started and tables wait: :meth:`help` frees keys of these."""
 
     def add(self, tables: Iterable[Table]) -> None:
         """Free ``tables``, which the caller does not use any more. Returns at once.
 
-        If no thread can be started, the tables wait for the next call.
+        If no thread can be started, the tables wait for :meth:`help` and the next call.
         """
         self._waiting.extend(tables)
         if len(self._waiting) <= 2 and sum(map(len, self._waiting)) <= AT_ONCE:
@@ -56,10 +60,29 @@ class Disposal:
         """True while the thread runs or is about to start."""
         return self._pool is not None and not self._pool.join(0.0)
 
+    def help(self, added: int) -> None:
+        """Free keys in place of the thread that cannot be started.
+
+        Args:
+            added: number of keys that the caller adds to another table; twice as many are freed.
+        """
+        left = 2 * added
+        while left > 0:
+            try:
+                table = self._waiting.popleft()
+            except IndexError:
+                self.needs_help = False
+                return
+            left -= free_some(table, left)
+            if table:
+                self._waiting.appendleft(table)
+
     def _refused(self, error: BaseException) -> None:
         self._pool = None
+        self.needs_help = True
 
     def _run(self) -> None:
+        self.needs_help = False
         while True:
             try:
                 table = self._waiting.popleft()
@@ -70,14 +93,16 @@ class Disposal:
                     return
                 continue
             while table:
-                free_slice(table)
+                free_some(table, SLICE)
                 self._rest(REST_SECONDS)
 
 
-def free_slice(table: Table) -> None:
-    """Remove up to :data:`SLICE` keys."""
-    for _ in range(min(SLICE, len(table))):
+def free_some(table: Table, most: int) -> int:
+    """Remove up to ``most`` keys, and return how many there were."""
+    count = min(most, len(table))
+    for _ in range(count):
         table.popitem()
+    return count
 
 
 DISPOSAL = Disposal()
