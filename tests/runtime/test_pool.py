@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from tests.thread_limit import HeldStarts, ThreadLimit
 from tiering.errors import TemporaryStoreError
-from tiering.runtime.pool import LONGEST_START, RETRY_SECONDS, ThreadPool
+from tiering.runtime import pool as pool_module
+from tiering.runtime.pool import FEW_THREADS, LENT_SECONDS, LONGEST_START, RETRY_SECONDS, ThreadPool
 from tiering.testing.clock import FakeClock, until
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,49 @@ def test_work_submitted_before_the_stop_is_run_and_none_after_it() -> None:
     assert done == [0, 1, 2]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_work_submitted_while_another_thread_stops_the_pool_is_run_or_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    class Interrupted(SimpleQueue[object]):
+        """A queue whose caller is interrupted before work is queued, by a stop of the pool."""
+
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            if isinstance(item, tuple) and not stopped:
+                stopped.append(True)
+                assert ended(pool)
+            super().put(item)
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(pool_module, "SimpleQueue", Interrupted)
+    pool, done = ThreadPool("t", size), []
+    assert pool.start(10.0)
+    pieces = Pieces(pool)
+    pieces.run(lambda: done.append(True))
+    assert (done, ["stopped" in str(error) for error in pieces.refused]) == ([], [True])
+    assert pool.join(10.0)
+
+
+def test_the_last_thread_refuses_work_that_comes_behind_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(SimpleQueue[object]):
+        """A queue in which work arrives just behind the order to end."""
+
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            if not isinstance(item, tuple) and not late:
+                late.append(True)
+                super().put((lambda: done.append(True), refused.append))
+
+    late: list[bool] = []
+    refused: list[TemporaryStoreError] = []
+    done: list[bool] = []
+    monkeypatch.setattr(pool_module, "SimpleQueue", Late)
+    pool = ThreadPool("t", 1)
+    assert pool.start(10.0)
+    assert ended(pool)
+    assert (done, ["stopped" in str(error) for error in refused]) == ([], [True])
+
+
 def test_an_error_in_one_piece_of_work_ends_no_thread() -> None:
     pool, done = ThreadPool("t", 1), threading.Event()
     Pieces(pool).run(lambda: 1 // 0)
@@ -135,6 +180,67 @@ def test_the_threads_that_run_do_the_work_while_others_are_missing(thread_limit:
     Pieces(pool).run(done.release)
     assert until(lambda: pool.alive == 3)
     assert ended(pool)
+
+
+class Limit:
+    """Threads of all pools that a limit allows, and the clock of the pools."""
+
+    def __init__(self, thread_limit: ThreadLimit, most: int) -> None:
+        self.clock = FakeClock()
+        thread_limit.refuse = lambda name: name.startswith("t-") and self.running >= most
+
+    @property
+    def running(self) -> int:
+        return sum(thread.name.startswith("t-") for thread in threading.enumerate())
+
+    def pool(self, name: str, size: int) -> ThreadPool:
+        return ThreadPool(f"t-{name}", size, self.clock)
+
+
+def test_at_a_limit_each_pool_gets_a_few_threads_of_those_that_took_all(thread_limit: ThreadLimit) -> None:
+    limit = Limit(thread_limit, 12)
+    pools = [limit.pool("first", 12), limit.pool("second", 8), limit.pool("third", 1)]
+    assert [pool.start(10.0) for pool in pools] == [True, False, True]
+    assert until(lambda: limit.running == sum(pool.alive for pool in pools))
+    first, second, third = (pool.alive for pool in pools)
+    assert first > second >= FEW_THREADS
+    assert third == 1
+    assert str(pools[0].shortage) == "can't start new thread"
+    done = threading.Semaphore(0)
+    for pool in pools:
+        for _ in range(3):
+            pool.run(done.release, lambda error: None)
+    for _ in range(9):
+        assert done.acquire(timeout=10)
+    thread_limit.leave()
+    limit.clock.advance(LENT_SECONDS)
+    assert all(pool.start(10.0) for pool in pools)
+    assert [pool.alive for pool in pools] == [12, 8, 1]
+    assert all(map(ended, pools))
+
+
+def test_at_a_limit_a_pool_without_threads_gets_one_for_a_later_attempt(thread_limit: ThreadLimit) -> None:
+    limit = Limit(thread_limit, 4)
+    first, second, done = limit.pool("first", 4), limit.pool("second", 4), threading.Event()
+    assert first.start(10.0)
+    pieces = Pieces(second)
+    pieces.run(done.set)
+    assert until(lambda: pieces.refused and limit.running < 4)
+    limit.clock.advance(RETRY_SECONDS)
+    pieces.run(done.set)
+    assert done.wait(10)
+    assert first.alive >= 1
+    assert ended(first)
+    assert ended(second)
+
+
+def test_no_pool_gives_up_its_last_thread(thread_limit: ThreadLimit) -> None:
+    limit = Limit(thread_limit, 3)
+    pools = [limit.pool("first", 3), limit.pool("second", 2), limit.pool("third", 2)]
+    assert [pool.start(1.0) for pool in pools[:2]] == [True, True]
+    assert not pools[2].start(1.0)
+    assert pools[0].alive >= 1
+    assert all(map(ended, pools))
 
 
 def test_work_is_refused_while_the_start_of_the_first_thread_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

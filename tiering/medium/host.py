@@ -125,7 +125,8 @@ class IoHost:
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
         self._hanging = RateLimit(_LOG_PERIOD, clock)
-        self._short_of_threads = RateLimit(_LOG_PERIOD, clock)
+        self._short_of_threads = False
+        """True if a line of the log has told of a lack of threads that lasts."""
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -194,6 +195,8 @@ class IoHost:
             self._sweep()
         if (shortage := self._threads.shortage) is not None:
             self._note_shortage(shortage)
+        else:
+            self._short_of_threads = False
         results: list[IoResult] = []
         while self._ended:
             item = self._ended.popleft()
@@ -297,15 +300,15 @@ class IoHost:
     def _note_shortage(self, error: BaseException) -> None:
         """Bound the depth by the threads that run, because no more could be started for ``error``."""
         self.lanes.refused(self._threads.alive)
-        if count := self._short_of_threads.admit():
+        if not self._short_of_threads:
+            self._short_of_threads = True
             _log.error(
                 "tier %s: %d of %d I/O threads run (%s); raise the limit on processes (ulimit -u, "
-                "docker: --pids-limit) or on memory (ulimit -v); it is tried again (%d such failure(s))",
+                "docker: --pids-limit) or on memory (ulimit -v); it is tried again",
                 self.name,
                 self._threads.alive,
                 self._threads.size,
                 error,
-                count,
             )
 
     def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:

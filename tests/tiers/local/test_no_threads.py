@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,25 @@ def test_a_tier_that_could_not_be_opened_is_opened_later(tmp_path: Path, thread_
     rig.wait(lambda: rig.store(K[:8]) == K[:8])
     assert rig.load(K[:8]) == K[:8]
     assert rig.close()
+
+
+def test_at_a_limit_all_tiers_are_open_with_the_threads_that_there_are(
+    tmp_path: Path, thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture
+) -> None:
+    def running() -> int:
+        return sum("-io-" in thread.name for thread in threading.enumerate())
+
+    thread_limit.refuse = lambda name: "-io-" in name and running() >= 46  # the first tier wants 44
+    rigs = [LocalRig(tmp_path / name, **FAST) for name in ("first", "second", "third")]
+    for rig in rigs:
+        assert rig.tier.open(rig.context.clock() + 20)
+    for _ in range(2):
+        for rig in rigs:
+            assert rig.store(K[:8]) == K[:8]
+            assert rig.load(K[:8]) == K[:8]
+    told = [record.getMessage() for record in caplog.records if "I/O threads run" in record.getMessage()]
+    assert len(told) == 3, "once for each tier"
+    assert all(rig.close() for rig in rigs)
 
 
 def test_recovery_reads_all_headers_without_threads_of_its_own(
