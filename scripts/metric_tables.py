@@ -1,4 +1,4 @@
-"""Write the tables of metrics into the document of metrics, from the table in the code.
+"""Write the tables of metrics into the document of metrics, from the declarations in the code.
 
 The document marks the place of each table with ``<!-- metrics: RECORD -->`` and ``<!-- end of metrics -->``, where
 RECORD is one of :data:`RECORDS`. All columns come from :data:`tiering.connector.metrics.METRICS`.
@@ -14,9 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-from tiering.connector.metric import TRANSFERS, Metric
-from tiering.connector.metrics import METRICS
-from tiering.connector.stats import CONNECTOR, MANAGER, TIERS
+from tiering.api.metric import Metric
+from tiering.connector.metrics import CONNECTOR, MANAGER, METRICS, TIERS, TRANSFERS
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 """Document with the tables."""

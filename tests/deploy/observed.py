@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tiering.connector.metric import MetricKind
+from tiering.api.metric import MetricKind
 from tiering.connector.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.deploy.observed import ALERTS, CONFIG, ROOT, Rule, known_series, needs, rules, series_in
-from tiering.connector.metric import MetricKind
+from tiering.api.metric import MetricKind
 from tiering.connector.metrics import METRICS
 
 RULES = {rule.name: rule for rule in rules()}

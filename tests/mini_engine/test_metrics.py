@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples.mini_engine import Engine
 from examples.mini_engine.metrics import metrics_endpoint
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt
+from tiering.api.metric import Metric
 from tiering.cli import top
 from tiering.cli.metrics import Sample, parse
-from tiering.connector.metric import Metric
 from tiering.connector.metrics import METRICS
 
 

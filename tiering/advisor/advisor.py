@@ -15,6 +15,7 @@ import numpy as np
 
 from tiering.advisor.shards import HASHES, SAMPLE, Shards
 from tiering.api.keys import OffloadKey
+from tiering.api.metric import Metric, MetricKind
 from tiering.api.units import format_bytes
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -23,7 +24,21 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 FIELDS: Mapping[float, str] = {
     factor: f"estimated_hit_ratio_x{format(factor, 'g').replace('.', '_')}" for factor in FACTORS
 }
-"""Factor → name of the estimate in a tier's statistics. All of them are gauges."""
+"""Factor → name of the estimate in a tier's statistics."""
+
+ESTIMATES = tuple(
+    Metric(
+        MetricKind.GAUGE,
+        "ratio",
+        f"Estimated hit rate of the tier and all faster ones with {factor:g} times the tier's capacity",
+        "Compare with that of the present capacity: the difference is what another size would bring.",
+        f"kv_tiering_{name}",
+        combined="avg",
+        field=name,
+    )
+    for factor, name in FIELDS.items()
+)
+"""Metrics of the estimates; each estimate is a field of a tier's statistics."""
 
 WINDOW = 1 << 24
 """Number of accesses after which all earlier ones count half."""

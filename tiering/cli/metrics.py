@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 from tiering.advisor.advisor import FIELDS
 from tiering.api.masking import mask_text
+from tiering.connector.metrics import METRICS
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 
 PREFIX = "kv_tiering_"
 """Begins the names of this project's metrics."""
 OFFLOADED = "vllm:kv_offload_total_bytes"
 """Name of the metric of bytes that moved between the accelerator and the CPU tier."""
-_WORST_IS_HIGHEST = frozenset({"breaker_state", "recovering"})
-_WORST_IS_LOWEST = frozenset({"available", "writable"})
+_WORST = {metric.field: {"max": max, "min": min}.get(metric.combined) for metric in METRICS}
 _ESTIMATES = {field: factor for factor, field in FIELDS.items()}
 _MOST_BYTES = 64 << 20
 
@@ -139,14 +139,8 @@ def _add(sample: Sample, name: str, labels: Mapping[str, str], value: float) -> 
 
 
 def _merge(values: dict[str, float], word: str, value: float) -> None:
-    if word not in values:
-        values[word] = value
-    elif word in _WORST_IS_HIGHEST:
-        values[word] = max(values[word], value)
-    elif word in _WORST_IS_LOWEST:
-        values[word] = min(values[word], value)
-    else:
-        values[word] += value
+    worst = _WORST.get(word)
+    values[word] = worst(values.get(word, value), value) if worst else values.get(word, 0.0) + value
 
 
 def quantile(bounds: Mapping[float, float], before: Mapping[float, float], share: float) -> float | None:

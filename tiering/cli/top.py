@@ -21,6 +21,7 @@ from tiering.cli.metrics import Sample, fetch, metrics_url, parse, quantile
 from tiering.cli.output import duration, rate, stdout
 from tiering.cli.parameters import DURATION
 from tiering.config.stack_file import load_stack
+from tiering.connector.metrics import METRICS
 from tiering.errors import StoreError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -28,18 +29,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CPU = "cpu"
 """Name of the primary tier in the metrics."""
 
-_TROUBLES = (
-    "corrupt_blocks",
-    "promotions_failed",
-    "cascades_failed",
-    "stores_dropped",
-    "loads_overdue",
-    "loads_too_long",
-    "lookups_late",
-    "device_errors",
-    "blocks_lost",
-    "retries",
-)
+_TROUBLES = tuple(metric.field for metric in METRICS if metric.is_trouble)
 _BAR_CELLS = 10
 _NO_HITS = "0%"
 

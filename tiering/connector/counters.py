@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from tiering.api.keys import PRIMARY_TIER
+from tiering.api.metric import counter, gauge
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -18,45 +19,76 @@ Result = TypeVar("Result")
 class SchedulerCounters:
     """Counters of the scheduler half since the start, and the present number of jobs and requests."""
 
-    queried_tokens: int = 0
-    """Tokens beyond the engine's own cache, counted at the first match of each request."""
-    hit_tokens: int = 0
-    """Tokens for which loads were planned."""
+    queried_tokens: int = counter(
+        "tokens",
+        "Tokens beyond the engine's own cache for which the tiers were asked",
+        "`hit_tokens` / `queried_tokens` is the share of prefill that the tiers save.",
+    )
+    hit_tokens: int = counter(
+        "tokens",
+        "Tokens for which loads to the GPU were ordered",
+        "If the share of `queried_tokens` falls, see the hit rates of the tiers.",
+    )
     queried_blocks: int = 0
-    """Blocks that the first match of each request probed."""
+    """Blocks that the first match of each request probed: ``queries`` of the primary tier."""
     hit_blocks: int = 0
-    """Those of ``queried_blocks`` that the primary tier held without a promotion."""
-    loads: int = 0
-    """Loads that were planned."""
-    loads_failed: int = 0
-    """Loads that failed."""
-    hits_shrunk: int = 0
-    """Hits that had lost blocks before they were loaded."""
-    stores: int = 0
-    """Stores that were ordered."""
-    stores_failed: int = 0
-    """Stores that failed."""
-    stores_refused: int = 0
-    """Offers of blocks that found no room in the primary tier."""
-    jobs_flushed: int = 0
-    """Jobs that a step had to wait for, because the step reused their blocks."""
-    sharer_waits: int = 0
-    """Requests that waited for a load of another request."""
-    scheduler_seconds: float = 0.0
-    """Seconds that the connector took on the scheduler's thread; resets are not included."""
-    snapshots_dropped: int = 0
-    """Blocks whose KV events lost their tokens because the bound on snapshots was reached.
-
-    Events about such a block carry only its own hash.
-    """
-    requests_recorded: int = 0
-    """Finished requests that were written to the trace (``record_trace`` in the stack)."""
-    records_dropped: int = 0
-    """Finished requests that were not written to the trace: the queue was full, or the disk failed."""
-    jobs_active: int = 0
-    """Jobs that have not ended on all workers."""
-    requests_active: int = 0
-    """Requests that have not ended."""
+    """Those of ``queried_blocks`` that the primary tier held without a promotion: its ``hits``."""
+    loads: int = counter("loads", "Loads from the CPU tier to the GPU that were ordered", "One per hit of a request.")
+    loads_failed: int = counter(
+        "loads",
+        "Loads from the CPU tier to the GPU that failed",
+        "The requests compute their tokens. See the log of the workers.",
+    )
+    stores: int = counter(
+        "stores", "Stores from the GPU to the CPU tier that were ordered", "One per request and step."
+    )
+    stores_failed: int = counter(
+        "stores", "Stores from the GPU to the CPU tier that failed", "See the log of the workers."
+    )
+    stores_refused: int = counter(
+        "offers",
+        "Offers of a request's blocks that the CPU tier did not take",
+        "See `stores_without_room`; the blocks are offered again at later steps.",
+    )
+    hits_shrunk: int = counter(
+        "hits",
+        "Hits that had lost blocks before they were loaded",
+        "Blocks are evicted within a step: raise `primary.capacity`.",
+    )
+    jobs_flushed: int = counter(
+        "jobs",
+        "Copies that a step waited for because it reused their GPU blocks",
+        "Steps are delayed by stores: give the GPU more blocks, or look for copies without pinned rows.",
+    )
+    sharer_waits: int = counter(
+        "requests",
+        "Requests that waited for a load of another request",
+        "Many requests with one prefix arrive together; bounded by `sharer_wait`.",
+    )
+    scheduler_seconds: float = counter(
+        "seconds",
+        "Seconds that the connector took on the scheduler's thread",
+        "Its rate is the share of the scheduler's time; above 5%, report the workload.",
+    )
+    snapshots_dropped: int = counter(
+        "blocks",
+        "Blocks whose KV events lost their tokens to the bound on snapshots",
+        "Routers know these blocks by their hash only.",
+    )
+    requests_recorded: int = counter(
+        "requests",
+        "Finished requests that were written to the trace",
+        "0 with `record_trace` in the stack: see the log.",
+    )
+    records_dropped: int = counter(
+        "requests",
+        "Finished requests that the recorded trace lacks",
+        "The trace's disk is full or too slow; the trace has gaps.",
+    )
+    jobs_active: int = gauge("jobs", "Copies that have not ended on all workers", "See `jobs_flushed`.")
+    requests_active: int = gauge(
+        "requests", "Requests that have not ended", "The load of the engine, waiting requests included."
+    )
 
     def as_dict(self) -> dict[str, int | float]:
         """Return the counters by name."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tiering.connector.metric import LABELS, TRANSFERS, Metric, MetricKind
-from tiering.connector.metrics import metrics_of
-from tiering.connector.stats import RECORDS, TIERS, StatsData
+from tiering.api.metric import Metric, MetricKind
+from tiering.connector.metrics import TIERS, TRANSFERS, metrics_of
+from tiering.connector.stats import RECORDS, StatsData
 from tiering.errors import ConfigError
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS
 
@@ -112,16 +112,16 @@ class _Series:
     """
 
     def __init__(self, classes: MetricClasses, engine_labels: Sequence[str], record: str) -> None:
-        labels = [*engine_labels, *LABELS[record]]
 
         def made(metric: Metric) -> Any:
             options = {"buckets": list(metric.buckets)} if metric.buckets else {}
+            labels = [*engine_labels, *metric.labels]
             make: MetricClass = getattr(classes, metric.kind.value)
             return make(name=metric.name, documentation=metric.meaning, labelnames=labels, **options)
 
-        self._counters = {metric.field: made(metric) for metric in metrics_of(record, MetricKind.COUNTER)}
-        self._gauges = {metric.field: made(metric) for metric in metrics_of(record, MetricKind.GAUGE)}
-        self._histograms = {metric.field: made(metric) for metric in metrics_of(record, MetricKind.HISTOGRAM)}
+        self._counters, self._gauges, self._histograms = (
+            {metric.field: made(metric) for metric in metrics_of(record, kind)} for kind in MetricKind
+        )
 
     def declare(self, labels: tuple[str, ...]) -> None:
         """Create the counters of ``labels`` with the value 0."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from tiering.connector.stats import RECORDS, TIERS, Increments, OffloadingConnectorStats
+from tiering.connector.metrics import TIERS
+from tiering.connector.stats import RECORDS, Increments, OffloadingConnectorStats
 
 STATS_INTERVAL = 1.0
 """Time between two reports of the tiers' counters while requests run, in seconds."""

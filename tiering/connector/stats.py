@@ -6,22 +6,11 @@ Reports are plain data, because they cross process borders.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Self
 
-from tiering.advisor.advisor import FIELDS
+from tiering.connector.metrics import CONNECTOR, GAUGES, MANAGER, TIERS, OffloadingOperationMetrics
 from tiering.copy.contract import TransferType
-from tiering.manager.manager_stats import MANAGER_GAUGES
-from tiering.secondary.tier_stats import GAUGES
-
-TIERS = "tiers"
-"""Key of ``data`` for the counters of the tiers."""
-
-MANAGER = "manager"
-"""Key of ``data`` for the counters of the manager."""
-
-CONNECTOR = "connector"
-"""Key of ``data`` for the counters of the connector's scheduler half."""
 
 RECORDS = (MANAGER, CONNECTOR)
 """Keys of ``data`` with one record of counters each.
@@ -31,18 +20,6 @@ All keys except these and :data:`TIERS` are transfer types.
 
 StatsData = Mapping[str, object]
 """Statistics as plain data, by name of the record."""
-
-_GAUGES = GAUGES | MANAGER_GAUGES | {"jobs_active", "requests_active"} | frozenset(FIELDS.values())
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadingOperationMetrics:
-    """Measurements of one transfer."""
-
-    op_size: int
-    """Bytes that were moved."""
-    op_time: float
-    """Duration in seconds."""
 
 
 def transfer_type_name(transfer_type: TransferType) -> str:
@@ -149,7 +126,7 @@ def _increase(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
     """Return ``fields`` less the counters of ``before``, or unchanged if the counters started again."""
     result = _plain_copy(fields)
     for name, value in fields.items():
-        if name in _GAUGES or name not in before:
+        if name in GAUGES or name not in before:
             continue
         if isinstance(value, list):
             result[name] = [now - then for now, then in zip(value, before[name], strict=True)]
@@ -164,7 +141,7 @@ def _added(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
     """Return ``fields`` with the counters of ``others`` added."""
     result = _plain_copy(fields)
     for name, other in others.items():
-        if name in _GAUGES or name not in fields:
+        if name in GAUGES or name not in fields:
             continue
         if isinstance(other, list):
             result[name] = [mine + theirs for mine, theirs in zip(fields[name], other, strict=True)]

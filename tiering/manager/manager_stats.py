@@ -4,62 +4,110 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MANAGER_GAUGES = frozenset(
-    ("jobs_in_flight", "blocks_queued", "rows", "rows_free", "rows_evictable", "rows_reserved", "rows_quarantined")
-)
-"""Fields of :class:`ManagerStats` that are gauges; all others are counters since the start."""
+from tiering.api.metric import counter, gauge
 
 
 @dataclass(slots=True)
 class ManagerStats:
     """Counters since the start, and gauges of the primary tier in rows."""
 
-    stores_without_room: int = 0
-    """Calls of ``prepare_store`` that were refused: rows were in use, or too many waited for a tier."""
-    promotions_without_room: int = 0
-    """Promotions that were cut short or refused for lack of rows."""
-    promotions_waited: int = 0
-    """Times that a request waited for rows for its promotion."""
-    queued_evicted: int = 0
-    """Blocks that left the queue of a tier unstored because their rows were needed, per tier."""
-    queued_reset: int = 0
-    """Blocks that left the queue of a tier unstored because of a reset or a new common epoch, per tier."""
-    queued_retired: int = 0
-    """Blocks that left the queue of a tier unstored because the tier went out of service or shut down."""
-    promotions_overdue: int = 0
-    """Blocks whose promotion passed its tier's deadline."""
-    promotions_dropped: int = 0
-    """Blocks whose promotion was dropped before it was submitted: after a reset, or without a request."""
-    promotions_adopted: int = 0
-    """Blocks that arrived after their promotion was given up, and were kept."""
-    reservations_expired: int = 0
-    """Promoted blocks that were not loaded before their reservation expired, per request."""
-    ignored_completions: int = 0
-    """Completed blocks that the primary table did not know, e.g. after a reset."""
-    misreported_jobs: int = 0
-    """Job ids that a tier reported and that were not its own."""
-    tiers_out_of_service: int = 0
-    """Tiers that were taken out of service because they broke their contract."""
-    resets: int = 0
-    """Calls of ``reset_cache``."""
-    new_epochs: int = 0
-    """Times that all tiers were emptied because a new common epoch had begun on a shared medium."""
-    evicted_blocks: int = 0
-    """Blocks that were evicted from the primary tier."""
-    jobs_in_flight: int = 0
-    """Gauge: jobs that tiers have not reported yet."""
-    blocks_queued: int = 0
-    """Gauge: readable blocks that wait for the credit of a tier, per tier."""
-    rows: int = 0
-    """Gauge: all rows of the primary tier."""
-    rows_free: int = 0
-    """Gauge: rows without a block."""
-    rows_evictable: int = 0
-    """Gauge: rows with a readable block that is not pinned."""
-    rows_reserved: int = 0
-    """Gauge: rows of promoted blocks that are reserved for the requests that asked for them."""
-    rows_quarantined: int = 0
-    """Gauge: rows without a key that a copy or a job still uses."""
+    stores_without_room: int = counter(
+        "stores",
+        "Stores refused because rows were in use, or half of all rows waited for the fastest tier",
+        "Normal in bursts. If it goes on, raise `primary.capacity`, or see `queued_evicted`.",
+    )
+    promotions_without_room: int = counter(
+        "promotions",
+        "Promotions cut short because no row was free for them",
+        "Hits of slower tiers are lost: raise `primary.capacity` or `promotion_share`.",
+    )
+    promotions_waited: int = counter(
+        "promotions",
+        "Promotions that waited because no row was free for them at once",
+        "Hits come later than they could: raise `primary.capacity` if the time to the first token matters.",
+    )
+    queued_evicted: int = counter(
+        "blocks",
+        "Blocks that left the queue of a tier unstored because their rows were needed",
+        "Stores come faster than the tier writes, or it is in trouble: see `stores_evicted` of the tiers.",
+    )
+    queued_reset: int = counter(
+        "blocks",
+        "Blocks that left the queue of a tier unstored because of a reset or a new common epoch",
+        "Normal after resets.",
+    )
+    queued_retired: int = counter(
+        "blocks",
+        "Blocks that left the queue of a tier unstored because the tier went out of service",
+        "See `tiers_out_of_service`, and the log.",
+    )
+    promotions_overdue: int = counter(
+        "blocks",
+        "Blocks given up because their promotion took too long",
+        "See `loads_overdue` of the tiers: a medium is too slow for `load_deadline`.",
+    )
+    promotions_dropped: int = counter(
+        "blocks",
+        "Blocks whose promotion was dropped before it began",
+        "Normal after resets and for requests that ended early.",
+    )
+    promotions_adopted: int = counter(
+        "blocks",
+        "Blocks that arrived after they had been given up, and were kept",
+        "A slightly larger `load_deadline` would turn them into hits.",
+    )
+    reservations_expired: int = counter(
+        "blocks",
+        "Promoted blocks that no request loaded before their deadline",
+        "Requests wait longer than `reservation_deadline` for their turn: the engine is overloaded.",
+    )
+    ignored_completions: int = counter(
+        "blocks", "Completions of blocks that a reset had forgotten", "Normal after a reset only."
+    )
+    misreported_jobs: int = counter(
+        "jobs",
+        "Jobs reported by a tier that did not have them",
+        "A defect of a tier: see the log, and report it to the tier's author.",
+    )
+    tiers_out_of_service: int = counter(
+        "tiers",
+        "Tiers taken out of service because they broke their contract",
+        "The tier stays away until a restart. Keep the log, and report the defect.",
+    )
+    resets: int = counter("resets", "Resets of the cache", "Each empties the tiers; they come from the engine's API.")
+    new_epochs: int = counter(
+        "epochs",
+        "New common epochs for which all tiers were emptied",
+        "Somebody ran `kv-tiering epoch new`, or an epoch document was lost.",
+    )
+    evicted_blocks: int = counter(
+        "blocks", "Blocks evicted from the CPU tier", "The same as evictions of the tier cpu."
+    )
+    jobs_in_flight: int = gauge(
+        "jobs", "Jobs that tiers have not reported yet", "If it grows without end, a medium hangs."
+    )
+    blocks_queued: int = gauge(
+        "blocks",
+        "Readable blocks that wait until a tier takes them",
+        "If it stays high, stores come faster than a tier writes: see `queued_evicted` for the losses.",
+    )
+    rows: int = gauge("rows", "Rows of the CPU tier", "Changes with `primary.capacity` only.")
+    rows_free: int = gauge("rows", "Rows that hold nothing", "0 is normal once the CPU tier is full.")
+    rows_evictable: int = gauge(
+        "rows",
+        "Rows that hold a block and can be evicted now",
+        "Near 0 while `rows_free` is 0: stores find no room; raise `primary.capacity`.",
+    )
+    rows_reserved: int = gauge(
+        "rows",
+        "Rows with promoted blocks that wait for their requests",
+        "At `promotion_share` of rows, promotions are cut short.",
+    )
+    rows_quarantined: int = gauge(
+        "rows",
+        "Rows without a key that a transfer still uses",
+        "If it stays up, a medium or a copy hangs and keeps memory.",
+    )
 
     def as_dict(self) -> dict[str, int]:
         """Return all fields by name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from tiering.api.metric import Metric, MetricKind, counter, declared, gauge
+
 JOB_LATENCY_BUCKETS: tuple[float, ...] = (
     0.001,
     0.0025,
@@ -23,133 +25,259 @@ JOB_LATENCY_BUCKETS: tuple[float, ...] = (
 )
 """Upper bounds in seconds of the job latency histogram; one more bucket counts slower jobs."""
 
-GAUGES = frozenset(
-    (
-        "promotions_active",
-        "cascades_active",
-        "blocks",
-        "occupancy_bytes",
-        "capacity_bytes",
-        "slots_retired",
-        "recovering",
-        "load_depth",
-        "store_depth",
-        "breaker_state",
-        "available",
-        "writable",
-        "private_epoch",
-        "coordinated",
-    )
-)
-"""Fields of :class:`TierStats` that are gauges; all others are counters since the start."""
-
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters since the start (``*_total`` in Prometheus) and gauges of one tier."""
+    """Counters since the start (``*_total`` in Prometheus) and gauges of one tier.
 
-    read_bytes: int = 0
-    """Bytes read from the medium, headers included."""
-    read_seconds: float = 0.0
-    """Seconds spent in reads, summed over threads."""
-    written_bytes: int = 0
-    """Bytes written to the medium, headers included."""
-    written_seconds: float = 0.0
-    """Seconds spent in writes, summed over threads."""
-    queries: int = 0
-    """Hits and misses together."""
-    hits: int = 0
-    """Keys that lookups found."""
-    misses: int = 0
-    """Lookups that ended at a key that is not held."""
-    lookups_late: int = 0
-    """Lookups that were answered with no because the medium did not answer in time."""
-    promotions: int = 0
-    """Blocks loaded into the primary tier."""
-    promotions_failed: int = 0
-    """Blocks whose load failed; those of ``loads_too_long`` are not among them."""
-    promotions_active: int = 0
-    """Blocks that are being loaded."""
-    cascades: int = 0
-    """Blocks stored."""
-    cascades_failed: int = 0
-    """Blocks whose store failed."""
-    cascades_active: int = 0
-    """Blocks that are being stored."""
-    stores_declined: int = 0
-    """Blocks that were not stored: declined by admission or without a place, or their write was under way."""
-    stores_dropped: int = 0
-    """Blocks that were not stored because the tier took no stores."""
-    stores_left: int = 0
-    """Blocks that were not stored because another machine of the fleet was storing them."""
-    stores_evicted: int = 0
-    """Blocks that waited for the tier's credit and were not stored because their primary rows were needed."""
-    loads_overdue: int = 0
-    """Blocks whose load did not end, or did not begin, before its deadline."""
-    loads_too_long: int = 0
-    """Blocks whose load was not started because they would have arrived after the deadline."""
-    evictions: int = 0
-    """Blocks evicted to make room."""
-    corrupt_blocks: int = 0
-    """Blocks that were refused when they were read because they differed from the stored ones."""
-    blocks_deleted: int = 0
-    """Corrupt blocks that were deleted from a shared medium."""
-    device_errors: int = 0
-    """Blocks that could not be moved because the device reported an error at their place."""
-    blocks_lost: int = 0
-    """Blocks that the medium lost."""
-    reopened: int = 0
-    """Times the medium was opened again, because it is another one or takes writes again."""
-    retries: int = 0
-    """Blocks that were sent to the medium again after a temporary error."""
-    requests: int = 0
-    """Blocks requested of the medium: all attempts, probes and deletions."""
-    requests_get: int = 0
-    """Requests to an object store that read an object."""
-    requests_head: int = 0
-    """Requests to an object store that ask whether an object is there."""
-    requests_put: int = 0
-    """Requests to an object store that write an object."""
-    requests_delete: int = 0
-    """Requests to an object store that delete objects."""
-    requests_list: int = 0
-    """Requests to an object store that list objects."""
-    answers_absent: int = 0
-    """Requests that the object store answered with 404, because there is no such object."""
-    answers_conflict: int = 0
-    """Requests that the object store answered with 409 or 412, mostly because the object is there already."""
-    refused_bytes: int = 0
-    """Bytes that were sent to the object store and not taken."""
-    blocks: int = 0
-    """Blocks held."""
-    occupancy_bytes: int = 0
-    """Bytes of the blocks held, headers included."""
-    capacity_bytes: int = 0
-    """Capacity of the tier in bytes; 0: not set."""
-    slots_retired: int = 0
-    """Places out of use because the device reported an error there."""
-    recovering: int = 0
-    """1 while recovery has not yet read all of the medium, else 0."""
-    load_depth: int = 0
-    """Number of transfers that loads may run at once now; 0: the tier has no such number."""
-    store_depth: int = 0
-    """Number of transfers that stores may run at once now; 0: the tier has no such number."""
-    breaker_state: int = 0
-    """State of the worse of the two breakers: 0 closed, 1 half open, 2 open."""
-    breaker_opened: int = 0
-    """Number of times that a breaker opened from closed."""
-    available: int = 1
-    """1 while the tier serves its blocks, else 0."""
-    writable: int = 1
-    """1 while the tier serves its blocks and takes stores, else 0."""
-    private_epoch: int = 0
-    """1 while no other process can read the blocks that this one stores on a shared medium, else 0."""
-    coordinated: int = 0
-    """1 while the coordination of the fleet answers, else 0."""
-    job_latency: list[int] = field(default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1))
+    Bytes on the medium include headers, and seconds are summed over threads.
+    """
+
+    queries: int = counter(
+        "blocks", "Blocks for which the tier was probed", "`hits` / `queries` is the tier's hit rate."
+    )
+    hits: int = counter(
+        "blocks",
+        "Probed blocks that the tier held",
+        "If there are none for long while the tier holds blocks, prompts share no prefix, or the hashes differ.",
+    )
+    misses: int = counter(
+        "blocks", "Probed blocks that the tier did not hold", "A lookup counts one miss, where its prefix ends."
+    )
+    lookups_late: int = counter(
+        "lookups",
+        "Lookups answered with no because the medium was late",
+        "Hits are lost to latency: look at the endpoint and the network, or raise the tier's lookup deadline.",
+        is_trouble=True,
+    )
+    read_bytes: int = counter(
+        "bytes",
+        "Bytes that the tier read for promotions",
+        "Its rate is the bandwidth in use; compare with `kv-tiering bench`.",
+    )
+    read_seconds: float = counter(
+        "seconds",
+        "Seconds that the tier's reads took, summed over all of them",
+        "`read_bytes` / `read_seconds` is the bandwidth of one read; if it falls, look at the medium.",
+    )
+    written_bytes: int = counter(
+        "bytes", "Bytes that were stored in the tier", "Its rate wears flash; `admission: second_touch` lowers it."
+    )
+    written_seconds: float = counter(
+        "seconds",
+        "Seconds that the tier's writes took, summed over all of them",
+        "`written_bytes` / `written_seconds` is the bandwidth of one write; if it falls, look at the medium.",
+    )
+    promotions: int = counter(
+        "blocks", "Blocks promoted from the tier to the primary one", "Each is a block that was not computed again."
+    )
+    promotions_failed: int = counter(
+        "blocks",
+        "Blocks that were to be promoted and could not be read",
+        "The requests compute them. `loads_overdue`, `corrupt_blocks`, `device_errors` and the log have the reason.",
+        is_trouble=True,
+    )
+    """Blocks of ``loads_too_long`` are not among them."""
+    promotions_active: int = gauge(
+        "blocks",
+        "Blocks being promoted from the tier",
+        "If it stays high while `read_bytes` does not grow, the medium hangs.",
+    )
+    cascades: int = counter(
+        "blocks", "Blocks cascaded from the primary tier", "Its rate is the rate of new blocks in the tier."
+    )
+    cascades_failed: int = counter(
+        "blocks",
+        "Blocks whose cascade failed",
+        "The medium refuses writes: check space, quota and permissions with `kv-tiering check`.",
+        is_trouble=True,
+    )
+    cascades_active: int = gauge(
+        "blocks",
+        "Blocks being cascaded to the tier",
+        "If it stays at its maximum, the tier is slower than the engine stores.",
+    )
+    retries: int = counter(
+        "attempts", "Attempts repeated after a temporary error", "The medium throttles or resets.", is_trouble=True
+    )
+    job_latency: list[int] = field(
+        default_factory=lambda: [0] * (len(JOB_LATENCY_BUCKETS) + 1),
+        metadata=declared(
+            Metric(
+                MetricKind.HISTOGRAM,
+                "seconds",
+                "Seconds from the submission of a tier's job to its end",
+                "If the 99th percentile approaches `load_deadline`, hits become misses: "
+                "find out what slows the medium.",
+                "kv_tiering_job_latency_seconds",
+                JOB_LATENCY_BUCKETS,
+            )
+        ),
+    )
     """Number of finished jobs in each bucket of :data:`JOB_LATENCY_BUCKETS`."""
     job_latency_sum: float = 0.0
     """Seconds of all finished jobs together."""
+    stores_declined: int = counter(
+        "blocks",
+        "Blocks offered that the tier's admission declined",
+        "Normal with `admission: second_touch`, and for blocks that are being written already.",
+    )
+    """Blocks for which the tier had no place are among them."""
+    stores_dropped: int = counter(
+        "blocks",
+        "Blocks dropped because the tier took no stores",
+        "`writable` is 0: look at `breaker_state`, and at the log.",
+        is_trouble=True,
+    )
+    stores_left: int = counter(
+        "blocks",
+        "Blocks that were left to another machine of the fleet, which was storing them",
+        "Uploads that `coordination` has saved.",
+    )
+    stores_evicted: int = counter(
+        "blocks",
+        "Blocks that waited for the tier and were not stored because their rows were needed",
+        "The tier is slower than the engine stores, or in trouble; the blocks are offered again at their next use.",
+    )
+    evictions: int = counter(
+        "blocks",
+        "Blocks evicted from the tier",
+        "`blocks / rate(evictions)` is the time that a block stays; if that is minutes, enlarge the tier.",
+    )
+    loads_overdue: int = counter(
+        "blocks",
+        "Blocks whose load missed its deadline",
+        "The medium hangs or is too slow; the requests compute these blocks.",
+        is_trouble=True,
+    )
+    loads_too_long: int = counter(
+        "blocks",
+        "Blocks not loaded because they would arrive too late",
+        "The medium is too slow for prefixes of this length: raise `load_deadline`, or use a faster medium.",
+        is_trouble=True,
+    )
+    corrupt_blocks: int = counter(
+        "blocks",
+        "Blocks that were corrupt when they were read, and became misses",
+        "No request got them. Find the cause: run `kv-tiering inspect --verify`, and check disk, memory and network.",
+        is_trouble=True,
+    )
+    blocks_deleted: int = counter(
+        "blocks",
+        "Corrupt blocks deleted from a shared medium",
+        "They were corrupt for every reader; see `corrupt_blocks`.",
+    )
+    device_errors: int = counter(
+        "blocks",
+        "Blocks not moved because the device reported an error at their place",
+        "The disk fails: plan its replacement.",
+        is_trouble=True,
+    )
+    blocks_lost: int = counter(
+        "blocks",
+        "Blocks lost because the tier's files were removed, cut or replaced",
+        "Somebody or something works in the tier's directory: keep others out.",
+        is_trouble=True,
+    )
+    reopened: int = counter(
+        "times",
+        "Times the medium was opened again because it is another one, or takes writes again",
+        "The disk changes between states: see the kernel's log.",
+    )
+    blocks: int = gauge("blocks", "Blocks that the tier holds", "If it falls to 0, the tier was reset or left service.")
+    occupancy_bytes: int = gauge(
+        "bytes",
+        "Bytes that the tier's blocks take",
+        "At `capacity_bytes` the tier evicts, which is normal; see `evictions`.",
+    )
+    capacity_bytes: int = gauge(
+        "bytes", "Bytes that the tier may take; 0 without a bound", "Changes with the stack only."
+    )
+    slots_retired: int = gauge(
+        "slots", "Places out of use because the device reported an error there", "The disk fails: plan its replacement."
+    )
+    recovering: int = gauge(
+        "flag",
+        "1 until the content of the whole medium is known",
+        "Some minutes after a start are normal; longer means a slow disk or a lack of threads or open files.",
+        combined="max",
+    )
+    load_depth: int = gauge(
+        "transfers",
+        "Transfers from the medium that may run at once now",
+        "With `max_inflight: auto`, the number changes while loads wait, and alternates while two are compared.",
+    )
+    """0: the tier has no such number."""
+    store_depth: int = gauge(
+        "transfers",
+        "Transfers to the medium that may run at once now",
+        "With `max_inflight: auto`, the number changes while stores wait, and alternates while two are compared.",
+    )
+    """0: the tier has no such number."""
+    breaker_state: int = gauge(
+        "state",
+        "Circuit breaker: 0 closed, 1 half open, 2 open",
+        "Open: the medium failed in a row, and is probed from time to time. The log has the last error.",
+        combined="max",
+    )
+    breaker_opened: int = counter(
+        "times", "Times that the tier's circuit breaker opened", "Repeated outages of the medium."
+    )
+    available: int = gauge(
+        "flag",
+        "1 if the tier is in service",
+        "0: the engine runs without the tier, which takes itself back. The log has the reason. A medium that hangs is "
+        "out of service once a store or load has passed its deadline without progress.",
+        combined="min",
+        default=1,
+    )
+    writable: int = gauge(
+        "flag",
+        "1 if the tier is in service and takes stores",
+        "0 while `available` is 1: the medium is full or read-only; its blocks are still served.",
+        combined="min",
+        default=1,
+    )
+    private_epoch: int = gauge(
+        "flag",
+        "1 if no other engine can read the blocks that this one stores on a shared medium",
+        "After a reset without a revision. Restart the engine, or give `reset_cache` a revision, to share again.",
+        combined="max",
+    )
+    coordinated: int = gauge(
+        "flag",
+        "1 if the fleet's `coordination` answers",
+        "0 with `coordination` in the stack: the server is gone; everything works, with more requests.",
+        combined="min",
+    )
+    requests: int = counter("requests", "Requests sent to the medium", "On object stores, requests cost money.")
+    """All attempts, probes and deletions; the kinds below are counted for object stores only."""
+    requests_get: int = counter("requests", "Requests that read an object", "On S3 Standard, 0.4 $ per million.")
+    requests_head: int = counter(
+        "requests",
+        "Requests that ask whether an object is there",
+        "On S3 Standard, 0.4 $ per million. Longer presence results and `min_prefix_blocks` lower them.",
+    )
+    requests_put: int = counter("requests", "Requests that write an object", "On S3 Standard, 5 $ per million.")
+    requests_delete: int = counter("requests", "Requests that delete objects", "Free on S3 Standard.")
+    requests_list: int = counter(
+        "requests",
+        "Requests that list objects",
+        "On S3 Standard, 5 $ per million; engines list nothing while they serve.",
+    )
+    answers_absent: int = counter(
+        "requests", "Requests answered with 404: no such object", "Normal for probes of blocks that nobody has stored."
+    )
+    answers_conflict: int = counter(
+        "requests",
+        "Requests answered with 409 or 412: a conflict",
+        "Mostly another engine has stored the block already.",
+    )
+    refused_bytes: int = counter(
+        "bytes",
+        "Bytes sent to an object store and not taken",
+        "Paid for and lost: see `answers_conflict`, and the log for refusals.",
+    )
 
     def observe_job(self, seconds: float) -> None:
         """Count one finished job that took ``seconds``."""

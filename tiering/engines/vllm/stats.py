@@ -12,8 +12,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from tiering.api.keys import PRIMARY_TIER
+from tiering.connector.metrics import TIERS
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics, unregister_tier_metrics
-from tiering.connector.stats import TIERS, OffloadingConnectorStats
+from tiering.connector.stats import OffloadingConnectorStats
 from tiering.simple.selection import simple_options
 from tiering.spec import read_stack
 
