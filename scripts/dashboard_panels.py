@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tiering.api.metric import MetricKind
+from tiering.connector.metrics import TIERS, metrics_of
+
 _ENGINE = 'instance=~"$instance"'
 _TIER = 'instance=~"$instance",tier=~"$tier"'
 
 _COPIED = '__name__=~"vllm[:_]kv_offload_total_bytes_total"'
 """Bytes of the copies; some versions of prometheus_client replace the colon when Prometheus asks."""
+
+
+_COMBINED = {metric.field: metric.combined for metric in metrics_of(TIERS, MetricKind.GAUGE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,8 @@ def _engine_rate(name: str) -> str:
     return f"sum(rate(kv_tiering_{name}_total{{{_ENGINE}}}[$__rate_interval]))"
 
 
-def _tier_gauge(name: str, how: str = "sum") -> str:
-    return f"{how} by (tier) (kv_tiering_{name}{{{_TIER}}})"
+def _tier_gauge(name: str) -> str:
+    return f"{_COMBINED[name]} by (tier) (kv_tiering_{name}{{{_TIER}}})"
 
 
 def _quantile(share: float) -> str:
@@ -71,7 +77,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     "At a glance": (
         Panel(
             "Tiers in service",
-            {"{{tier}}": _tier_gauge("available", "min")},
+            {"{{tier}}": _tier_gauge("available")},
             "A tier that is down takes itself back; the engine's log has the reason.",
             kind="stat",
             width=6,
@@ -113,7 +119,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Size advisor: estimated hit rates",
             {
-                f"{{{{tier}}}} × {label}": f"avg by (tier) (kv_tiering_estimated_hit_ratio_{name}{{{_TIER}}})"
+                f"{{{{tier}}}} × {label}": _tier_gauge(f"estimated_hit_ratio_{name}")
                 for label, name in (("½", "x0_5"), ("1", "x1"), ("2", "x2"), ("4", "x4"))
             },
             "Hit rate of the tier and all faster ones at multiples of its capacity. A gap between × 1 and × 2 is worth "
@@ -206,7 +212,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
     "Faults": (
         Panel(
             "Circuit breakers",
-            {"{{tier}}": _tier_gauge("breaker_state", "max")},
+            {"{{tier}}": _tier_gauge("breaker_state")},
             "Open: the medium failed in a row, and is probed from time to time.",
             kind="state-timeline",
             states=_BREAKER,
@@ -214,8 +220,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Service",
             {
-                "{{tier}} serves": _tier_gauge("available", "min"),
-                "{{tier}} stores": _tier_gauge("writable", "min"),
+                "{{tier}} serves": _tier_gauge("available"),
+                "{{tier}} stores": _tier_gauge("writable"),
             },
             "A tier that serves and does not store is full or read-only.",
             kind="state-timeline",
@@ -224,8 +230,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Recovery and private epochs",
             {
-                "{{tier}} recovers": _tier_gauge("recovering", "max"),
-                "{{tier}} private": _tier_gauge("private_epoch", "max"),
+                "{{tier}} recovers": _tier_gauge("recovering"),
+                "{{tier}} private": _tier_gauge("private_epoch"),
             },
             "Private: after a reset without a revision, other engines cannot read what this one stores.",
             kind="state-timeline",
