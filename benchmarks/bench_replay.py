@@ -18,8 +18,8 @@ from benchmarks.harness import Bench, Sample, timed
 from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor
 from tiering.advisor.shards import Shards
 from tiering.config.stack_file import StackConfig, load_stack
+from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
-from tiering.replay.ideal import Bounds
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
 from tiering.replay.replay import Replay
@@ -73,7 +73,7 @@ def run(bench: Bench) -> None:
 def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> None:
     rows = []
     for name, (_, trace) in traces.items():
-        exact = Bounds([1])
+        exact = LruCurve([1])
         for request in trace:
             exact.add(request.hashes)
         prompts = [keys_of(request.hashes) for request in trace]

@@ -13,8 +13,8 @@ from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor, small_tier
 from tiering.advisor.shards import HASH_BITS, HASHES, Shards
 from tiering.connector.metrics import METRICS
 from tiering.connector.stats import Increments
+from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
-from tiering.replay.ideal import Bounds
 from tiering.replay.trace import keys_of, mixed
 from tiering.testing.keys import keys_of as small_keys
 
@@ -100,12 +100,12 @@ def test_the_mean_error_is_at_most_one_point(kind: str) -> None:
     capacity = 6000
     advisor = SizeAdvisor({"cpu": capacity}, sample=8192)
     sizes = [int(capacity * factor) for factor in FACTORS]
-    exact = Bounds(sizes)
+    exact = LruCurve(sizes)
     for request in trace:
         exact.add(request.hashes)
         advisor.looked_up({}, keys_of(request.hashes))
     estimates = advisor.estimates("cpu")
-    errors = [abs(estimates[name] - exact.lru(size)) for name, size in zip(FIELDS.values(), sizes, strict=True)]
+    errors = [abs(estimates[name] - exact.hit_rate(size)) for name, size in zip(FIELDS.values(), sizes, strict=True)]
     assert exact.distinct > 8192
     assert sum(errors) / len(errors) <= 0.01
     assert max(errors) <= 0.03

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,54 +177,7 @@ def test_the_bare_device_is_measured_and_its_file_removed(tmp_path: Path) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
-FIO = """#!/bin/sh
-echo "$@" > "$(dirname "$0")/words"
-echo '{"jobs": [{"read": {"bw_bytes": 7000000000}, "write": {"bw_bytes": 2000000000}}]}'
-"""
-
-
-@pytest.mark.parametrize(("load", "speed", "word"), [(True, 7e9, "--rw=randread"), (False, 2e9, "--rw=randwrite")])
-def test_fio_measures_the_device_if_it_is_installed(
-    load: bool, speed: float, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fio = tmp_path / "fio"
-    fio.write_text(FIO)
-    fio.chmod(0o755)
-    which: Callable[[str], str] = lambda name: str(fio)  # noqa: E731
-    monkeypatch.setattr(shutil, "which", which)
-    (tmp_path / "disk").mkdir()
-    found = device_speed(tmp_path / "disk", 65536, 4, load=load, nbytes=1 << 20, seconds=1, direct=True)
-    assert found == speed
-    words = (tmp_path / "words").read_text().split()
-    assert {word, "--bs=65536", "--iodepth=4", "--direct=1"} <= set(words)
-
-
-def test_an_answer_of_fio_that_cannot_be_read_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: "/bin/true")
-    assert device_speed(tmp_path, 65536, 1, load=True, nbytes=1 << 20, seconds=0.01, direct=False) is None
-
-
 def test_measurements_without_a_block_have_no_latency() -> None:
     nothing = Measured("local", "load", 1, 1, 0, 3, 0.0, math.nan, math.nan, math.nan, math.nan)
     assert break_evens([nothing], 1, 1) == []
     assert "NaN" not in json.dumps(nothing.to_json())
-
-
-def test_the_page_has_plots_and_needs_no_network(write_stack: WriteStack, tmp_path: Path) -> None:
-    page = tmp_path / "bench.html"
-    assert kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--html", page).code == 0
-    text = page.read_text()
-    assert text.count("<svg") == 4
-    assert "GB/s of loads" in text
-    assert "src=" not in text
-    assert "http" not in text.replace("http://www.w3.org", "")
-    # One color stands for one depth, or for one size of blocks, in all charts.
-    keys = {(name.split(" ")[-1], color) for color, name in re.findall(r'<i class="(c\d)[^"]*"></i>([^<]*)', text)}
-    depths = {color for word, color in keys if word == "flight"}
-    assert len(depths) == 2
-    assert not depths & {color for word, color in keys if word != "flight"}
-
-
-def test_a_page_that_cannot_be_written_is_one_line(write_stack: WriteStack, tmp_path: Path) -> None:
-    done = kv_tiering("bench", write_stack({"type": "memory"}), *SHORT, "--html", tmp_path / "none" / "bench.html")
-    assert (done.code, done.err.count("\n")) == (2, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -13,15 +12,13 @@ from rich.table import Table
 
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
-from tiering.cli.bench_page import bench_page
 from tiering.cli.measure import Limit, Measured, Plan, measure_tier
-from tiering.cli.output import duration, print_json, rate, stderr, stdout, write_page
+from tiering.cli.output import duration, print_json, rate, stderr, stdout
 from tiering.cli.parameters import (
     DURATION,
     SIZE,
     admin_of,
     json_option,
-    page_option,
     secondary_tiers,
     stack_argument,
     tier_options,
@@ -84,7 +81,6 @@ class BreakEven:
 @click.option("--prefill-tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Speed of recomputing.")
 @click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
 @click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
-@page_option("Write a page with plots.")
 @tier_options
 @json_option
 def bench(
@@ -96,7 +92,6 @@ def bench(
     prefill_tokens_per_second: float | None,
     bytes_per_token: int | None,
     no_device: bool,
-    html: Path | None,
     tiers: tuple[str, ...],
     replica: str | None,
     as_json: bool,
@@ -105,7 +100,7 @@ def bench(
 
     Blocks are stored and loaded through all layers of the tier, at a scratch place that is removed afterwards. A local
     directory that an engine uses is not measured. A bucket is charged for the requests. The limit is that of the bare
-    device with the same access: by fio if it is installed, else by threads.
+    device with the same access.
 
     With the two options about tokens, the break-even is the shortest prefix that is loaded faster than it is computed;
     set min_prefix_blocks to its blocks.
@@ -114,7 +109,7 @@ def bench(
     Examples:
       kv-tiering bench stack.yaml
       kv-tiering bench stack.yaml --tier local --block-bytes 2MiB --depth 8
-      kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB --html bench.html
+      kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB
     """
     if (prefill_tokens_per_second is None) != (bytes_per_token is None):
         raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token: give both or neither")
@@ -153,9 +148,6 @@ def bench(
         )
     else:
         _print(measured, pays)
-    if html is not None:
-        sentences = [_sentence(pay) for pay in pays]
-        write_page(html, bench_page(stack, measured, sentences, _HEADINGS, list(map(_cells, measured))))
     return int(failed)
 
 

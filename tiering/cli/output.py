@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -36,22 +33,6 @@ def _console(file: Any) -> Console:
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print a result as JSON, with secrets masked."""
     click.echo(mask_text(json.dumps(value, indent=2, default=str)))
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write an HTML page, whole or not at all.
-
-    Raises:
-        click.UsageError: the file cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise click.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="--html") from error
 
 
 def duration(seconds: float) -> str:

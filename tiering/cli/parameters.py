@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
@@ -84,18 +83,6 @@ def tier_options(command: Command) -> Command:
 def json_option(command: Command) -> Command:
     """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
-
-
-def page_option(text: str) -> Callable[[Command], Command]:
-    """Return what adds ``--html``, described by ``text``; a missing directory ends the command at once."""
-
-    def check(_context: click.Context, _option: click.Parameter, path: Path | None) -> Path | None:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise click.BadParameter(f"{path.parent} is not a directory")
-        return path
-
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--html", type=kind, metavar="FILE", callback=check, help=text)
 
 
 def block_bytes_option(command: Command) -> Command:

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiering.cli.output import write_page
-from tiering.cli.parameters import SIZE, page_option
+from tiering.cli.parameters import SIZE
 from tiering.config.source import read_plain
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
@@ -48,7 +47,13 @@ from tiering.replay.sweep import parse_axis, points
 @click.option("--device-cache", type=SIZE, metavar="SIZE", help="The engine's own prefix cache; default: not modelled.")
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@page_option("Write a page with curves to this file.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    callback=lambda context, option, path: _in_a_directory(path),
+    help="Write a page with curves to this file.",
+)
 def replay(
     traces: tuple[Path, ...],
     stack_path: Path,
@@ -88,9 +93,19 @@ def replay(
     else:
         _print(study)
     if html is not None:
-        write_page(html, report_page(study))
+        try:
+            html.write_text(report_page(study), encoding="utf-8")
+        except OSError as error:
+            raise click.BadParameter(f"{html} cannot be written: {error.strerror}", param_hint="--html") from error
         if not as_json:
             click.echo(f"The page is {html}.")
+
+
+def _in_a_directory(path: Path | None) -> Path | None:
+    """Return ``path``; a missing directory ends the command at once, and not after the replay."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"{path.parent} is not a directory")
+    return path
 
 
 def _block_bytes(trace: Trace, model: ReplayModel, given: int | None) -> int:

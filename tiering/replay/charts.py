@@ -24,14 +24,12 @@ class Series:
     """Name in the legend."""
     points: Sequence[tuple[float, float]]
     """The points, by ascending x."""
-    marks: bool = False
-    """True to mark each point; default False."""
-    dashed: bool = False
-    """True for a dashed line; default False."""
+    color: str
+    """Class of the color, "c0" to "c7" or "ink"."""
+    marks: bool = True
+    """True (default) to mark each point."""
     line: bool = True
     """True (default) to connect the points."""
-    color: str = ""
-    """Class of the color, "c0" to "c7" or "ink"; "" (default): by the number of the line."""
 
 
 def size(value: float) -> str:
@@ -93,22 +91,24 @@ def line_chart(series: Sequence[Series], x_title: str, y_title: str, x_format: F
                 f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM + 5}"/>'
             )
             parts.append(_text(x, HEIGHT - _BOTTOM + 21, x_format(2.0**exponent), "middle"))
-    for number, line in enumerate(series):
-        color = line.color or f"c{number % COLORS}"
+    for line in series:
         places = [(across(x), up(y)) for x, y in line.points]
         if line.line:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            dash = ' stroke-dasharray="6 5"' if line.dashed else ""
-            parts.append(f'<polyline class="line {color}"{dash} points="{path}"/>')
-        if line.marks or not line.line:
+            parts.append(f'<polyline class="line {line.color}" points="{path}"/>')
+        if line.marks:
             for (x, y), (value_x, value_y) in zip(places, line.points, strict=True):
                 tip = escape(f"{line.name}: {x_format(value_x)}, {y_format(value_y)}")
                 parts.append(
-                    f'<circle class="mark {color}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{tip}</title></circle>'
+                    f'<circle class="mark {line.color}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{tip}</title></circle>'
                 )
     parts.append(_text(_LEFT + (WIDTH - _LEFT - _RIGHT) / 2, HEIGHT - 10, x_title, "middle"))
-    names = [(line.name, line.color or f"c{number % COLORS}", line.dashed) for number, line in enumerate(series)]
-    return _figure(parts, names, y_title)
+    keys = "".join(f'<span><i class="{line.color}"></i>{escape(line.name)}</span>' for line in series)
+    return (
+        f"<figure><figcaption>{escape(y_title)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
+        f'<div class="legend">{keys}</div></figure>'
+    )
 
 
 def _scale(low: float, high: float) -> tuple[float, float, list[float]]:
@@ -137,15 +137,3 @@ def _grid(ticks: Sequence[float], bottom: float, top: float, y_format: Format) -
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _figure(parts: Sequence[str], legend: Sequence[tuple[str, str, bool]], y_title: str) -> str:
-    keys = "".join(
-        f'<span><i class="{color}{" dashed" if dashed else ""}"></i>{escape(name)}</span>'
-        for name, color, dashed in legend
-    )
-    return (
-        f"<figure><figcaption>{escape(y_title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
-        f'<div class="legend">{keys}</div></figure>'
-    )

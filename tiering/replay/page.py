@@ -1,4 +1,4 @@
-"""The style and the script of the report's page."""
+"""The style of the report's page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ STYLE = (
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1320px;margin:0 auto;padding:24px 20px 60px}
 p,ul{max-width:860px}h1{font-size:1.35rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2.2em 0 .6em}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:1em 0}
-.tiles div{background:var(--tint);border-radius:8px;padding:12px 14px;color:var(--soft)}
-.tiles b{display:block;font-size:1.5rem;color:var(--ink)}.tiles small{display:block}
 figure{margin:0 0 1.4em;max-width:860px}figcaption{font-weight:600}svg{width:100%;height:auto;display:block}
 svg text{font-size:12px;fill:var(--soft)}.grid{stroke:var(--line)}.axis,.tick{stroke:var(--soft)}
 @media(max-width:600px){svg text{font-size:19px}}
 .line{fill:none;stroke-width:2.2}.line.ink{stroke:var(--ink)}.mark.ink{fill:var(--ink)}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:18px;height:0;border-top:4px solid;margin-right:6px;vertical-align:middle}
-.legend i.dashed{border-top-style:dashed}.legend i.ink{border-color:var(--ink)}
+.legend i.ink{border-color:var(--ink)}
 """
     + "".join(
         f".line.c{n}{{stroke:var(--c{n})}}.mark.c{n}{{fill:var(--c{n})}}.legend i.c{n}{{border-color:var(--c{n})}}\n"
@@ -35,18 +32,5 @@ th:first-child,td:first-child{text-align:left}
 tr.best td{background:var(--tint);font-weight:600}tr.base td{color:var(--soft)}
 pre{background:var(--tint);border-radius:8px;padding:12px 14px;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px}
-button,select{font:inherit;padding:4px 12px;border:1px solid var(--line);border-radius:6px;
-background:var(--tint);color:var(--ink)}
 """
 )
-
-SCRIPT = """
-const stacks=JSON.parse(document.getElementById('stacks').textContent),pre=document.getElementById('stack'),
-which=document.getElementById('which'),copy=document.getElementById('copy');
-if(which)which.onchange=()=>{pre.textContent=stacks[which.value]};
-copy.onclick=()=>{const range=document.createRange();range.selectNodeContents(pre);const chosen=getSelection();
-chosen.removeAllRanges();chosen.addRange(range);
-const done=()=>{copy.textContent='Copied';setTimeout(()=>{copy.textContent='Copy'},1500)};
-const old=()=>{document.execCommand('copy');done()};
-if(navigator.clipboard)navigator.clipboard.writeText(pre.textContent).then(done,old);else old()};
-"""

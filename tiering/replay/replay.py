@@ -124,12 +124,6 @@ class Replay:
         self._first: float | None = None
         self._last = 0.0
 
-    @property
-    def room(self) -> float:
-        """Number of blocks that all tiers and the engine's own cache have room for; infinity without a limit."""
-        device = (self._model.device_cache or 0) // self.stack.block_bytes
-        return self.stack.blocks + device
-
     def run(self, requests: Iterable[TraceRequest], progress: Callable[[int], None] | None = None) -> ReplayResult:
         """Replay all ``requests``, in the order of their times.
 
@@ -329,7 +323,6 @@ class Replay:
             prompt_tokens=self._tokens,
             trace_seconds=trace_seconds,
             hit_rate=hits / self._blocks if self._blocks else 0.0,
-            ideal_hit_rate=None,
             tiers=tiers,
             computed_tokens=self._computed,
             ttft_mean=self._times.mean,
@@ -415,5 +408,4 @@ class Replay:
             bytes_paid=paid,
             dollars_per_month=dollars,
             dollars_saved_per_month=self._worth(hits, months),
-            medium=prices.model_dump(),
         )

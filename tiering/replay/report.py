@@ -1,20 +1,20 @@
 """The report of a study: one HTML page with curves, a table, and the stack file to copy.
 
-The page needs no network and no library: its charts are SVG, and its script has a few lines. A color stands for the
-same stacks in all charts; the bounds, which belong to no stack, have the color of the text.
+The page needs no network, no library and no script: its charts are SVG. A color stands for the same stacks in all
+charts; LRU's curve, which belongs to no stack, has the color of the text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.units import parse_size
 from tiering.replay.charts import COLORS, Series, dollars, line_chart, percent, seconds, size
 from tiering.replay.model import HOURS_PER_MONTH
-from tiering.replay.page import SCRIPT, STYLE
+from tiering.replay.page import STYLE
 from tiering.replay.replay import DEVICE
 from tiering.replay.result import ReplayResult
 from tiering.replay.study import Study
@@ -25,19 +25,20 @@ def report_page(study: Study) -> str:
     """Return the page of a study as HTML."""
     best = study.best
     sections = [
-        _summary(study, best),
+        *(f"<p>{escape(line)}</p>" for line in advice(study)),
         _charts(study),
         "<h2>All stacks</h2>" if len(study.results) > 1 else "<h2>In numbers</h2>",
         _table(study),
         _tiers(best, single=len(study.results) == 1),
-        _stack(study, best),
+        "<h2>The stack file</h2><p>Secrets are masked: fill them in again.</p>",
+        f'<pre id="stack">{escape(best.stack)}</pre>',
         _assumptions(study, best),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kv-tiering replay</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><main><h1>Replay of {escape(', '.join(study.trace))}</h1>"
-        f"{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
+        f"{''.join(sections)}</main></body></html>\n"
     )
 
 
@@ -81,9 +82,8 @@ def advice(study: Study) -> list[str]:
 
 def _verdict(study: Study, best: ReplayResult) -> str:
     many = len(study.results) > 1
-    ideal = "" if best.ideal_hit_rate is None else f" (the optimum for its room is {percent(best.ideal_hit_rate)})"
     what = (
-        f"serves {percent(best.hit_rate)} of the blocks{ideal}, and saves prefill worth "
+        f"serves {percent(best.hit_rate)} of the blocks, and saves prefill worth "
         f"{dollars(best.dollars_saved_per_month)} a month for {dollars(best.dollars_per_month)} of tiers."
     )
     if study.pays:
@@ -197,7 +197,7 @@ def _troubles(best: ReplayResult) -> list[str]:
 def table(study: Study) -> tuple[list[str], list[list[str]]]:
     """Return the heading and the rows of all results; the last row has no tiers."""
     swept, names = list(study.results[0].settings), [tier.name for tier in study.results[0].tiers]
-    head = [*swept, *names, "hits", "optimum", "TTFT mean", "p50", "p99", "written"]
+    head = [*swept, *names, "hits", "TTFT mean", "p50", "p99", "written"]
     head += ["saved/month", "tiers/month", "net/month"]
     rows = []
     for result in study.results:
@@ -206,7 +206,6 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
             *result.settings.values(),
             *(served.get(name, "") for name in names),
             percent(result.hit_rate),
-            "" if result.ideal_hit_rate is None else percent(result.ideal_hit_rate),
             seconds(result.ttft_mean),
             seconds(result.ttft_p50),
             seconds(result.ttft_p99),
@@ -218,23 +217,9 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
     without = study.results[0]
     own = ["" if name != DEVICE else percent(without.tiers[0].hit_rate) for name in names]
     times = [without.ttft_mean_without, without.ttft_p50_without, without.ttft_p99_without]
-    base = [*[""] * len(swept), *own, own[0] or "0.0%", "", *map(seconds, times), "", "$0", "$0", "$0"]
+    base = [*[""] * len(swept), *own, own[0] or "0.0%", *map(seconds, times), "", "$0", "$0", "$0"]
     base[0] = "without tiers"
     return head, [*rows, base]
-
-
-def _summary(study: Study, best: ReplayResult) -> str:
-    tiles = [
-        ("hit rate", percent(best.hit_rate), f"at most {percent(study.reuse)} of any cache"),
-        ("mean TTFT", seconds(best.ttft_mean), f"{seconds(best.ttft_mean_without)} without tiers"),
-        ("p99 of TTFT", seconds(best.ttft_p99), f"{seconds(best.ttft_p99_without)} without tiers"),
-        ("net saving", dollars(best.net_dollars_per_month), "a month"),
-    ]
-    cells = "".join(
-        f"<div><b>{escape(value)}</b>{escape(name)}<small>{escape(note)}</small></div>" for name, value, note in tiles
-    )
-    text = "".join(f"<p>{escape(line)}</p>" for line in advice(study))
-    return f'<div class="tiles">{cells}</div>{text}'
 
 
 def _charts(study: Study) -> str:
@@ -254,17 +239,13 @@ def _charts(study: Study) -> str:
                 for result in families[name]
                 if result.settings[word] != LEFT_OUT
             ]
-            nets.append(Series(name, sorted(points), marks=True, color=color))
+            nets.append(Series(name, sorted(points), color))
         rooms = [(room, result.hit_rate) for result in families[name] if (room := _room(result)) is not None]
         fitting = [(float(room), rate) for room, rate in rooms if room <= 2 * study.curve[-1].capacity_bytes]
-        dots.append(Series(name, sorted(fitting), line=False, color=color))
+        dots.append(Series(name, sorted(fitting), color, line=False))
     lru = [(float(point.capacity_bytes), point.lru) for point in study.curve]
-    ideal = [(float(point.capacity_bytes), point.ideal) for point in study.curve if point.ideal is not None]
-    bounds = [
-        Series("the optimum (Belady)", ideal, dashed=True, color="ink"),
-        Series("one LRU cache", lru, color="ink"),
-    ]
-    curve = line_chart([*bounds, *dots], "capacity of all tiers", "Share of prompt blocks served", size, percent)
+    cache = Series("one LRU cache", lru, "ink", marks=False)
+    curve = line_chart([cache, *dots], "capacity of all tiers", "Share of prompt blocks served", size, percent)
     title = "Net saving a month: prefill saved, minus the price of the tiers"
     saving = line_chart(nets, word or "", title, size, dollars)
     unbounded = any(_room(result) is None for result in study.results)
@@ -292,113 +273,53 @@ def _is_size(text: str) -> bool:
 
 def _table(study: Study) -> str:
     head, rows = table(study)
-    best = study.results.index(study.best) if study.pays else len(rows) - 1
-    marks = [" class=best" if number == best else "" for number in range(len(rows))]
-    return _html_table(
-        head,
-        [
-            f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for mark, row in zip(marks, rows, strict=True)
-        ],
-    )
+    return _html_table(head, rows, study.results.index(study.best) if study.pays else len(rows) - 1)
 
 
 def _tiers(result: ReplayResult, *, single: bool) -> str:
-    head = [
-        "tier",
-        "capacity",
-        "hits",
-        "read",
-        "written",
-        "requests",
-        "declined",
-        "dropped",
-        "overdue",
-        "out of service",
-        "paid for",
-        "saved/month",
-        "price/month",
-    ]
     rows = [
-        "<tr>"
-        + "".join(
-            f"<td>{escape(cell)}</td>"
-            for cell in (
-                tier.name,
-                "without limit" if tier.capacity_bytes is None else size(tier.capacity_bytes),
-                percent(tier.hit_rate),
-                size(tier.bytes_read),
-                size(tier.bytes_written),
-                f"{tier.requests:,}",
-                f"{tier.blocks_declined:,}",
-                f"{tier.blocks_dropped:,}",
-                f"{tier.loads_overdue:,}",
-                f"{tier.seconds_out_of_service:,.1f} s" if tier.seconds_out_of_service else "",
-                size(tier.bytes_paid),
-                dollars(tier.dollars_saved_per_month),
-                dollars(tier.dollars_per_month),
-            )
-        )
-        + "</tr>"
+        {
+            "tier": tier.name,
+            "capacity": "without limit" if tier.capacity_bytes is None else size(tier.capacity_bytes),
+            "hits": percent(tier.hit_rate),
+            "read": size(tier.bytes_read),
+            "written": size(tier.bytes_written),
+            "requests": f"{tier.requests:,}",
+            "declined": f"{tier.blocks_declined:,}",
+            "dropped": f"{tier.blocks_dropped:,}",
+            "overdue": f"{tier.loads_overdue:,}",
+            "out of service": f"{tier.seconds_out_of_service:,.1f} s" if tier.seconds_out_of_service else "",
+            "paid for": size(tier.bytes_paid),
+            "saved/month": dollars(tier.dollars_saved_per_month),
+            "price/month": dollars(tier.dollars_per_month),
+        }
         for tier in result.tiers
     ]
     title = "The tiers" if single else f"The tiers of {label(result)}"
-    return f"<h2>{escape(title)}</h2>" + _html_table(head, rows)
+    return f"<h2>{escape(title)}</h2>" + _html_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _html_table(head: Sequence[str], rows: Sequence[str]) -> str:
-    cells = "".join(f"<th>{escape(word)}</th>" for word in head)
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _stack(study: Study, best: ReplayResult) -> str:
-    options = "".join(
-        f'<option value="{number}"{" selected" if result is best else ""}>{escape(label(result))}</option>'
-        for number, result in enumerate(study.results)
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: int | None = None) -> str:
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = (
+        f"<tr{' class=best' if number == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for number, row in enumerate(rows)
     )
-    choice = f'<select id="which">{options}</select> ' if len(study.results) > 1 else ""
-    texts = json.dumps([result.stack for result in study.results]).replace("<", "\\u003c")
-    return (
-        "<h2>The stack file</h2>"
-        f'<p>{choice}<button id="copy">Copy</button> Secrets are masked: fill them in again.</p>'
-        f'<pre id="stack">{escape(best.stack)}</pre>'
-        f'<script type="application/json" id="stacks">{texts}</script>'
-    )
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _assumptions(study: Study, best: ReplayResult) -> str:
-    model, hours = study.model, best.trace_seconds / 3600
-    cache = "not modelled" if model.device_cache is None else size(model.device_cache)
+    hours = best.trace_seconds / 3600
     items = [
         f"A block has {study.block_tokens} tokens and {size(study.block_bytes)}.",
         f"The trace has {study.distinct_blocks:,} distinct blocks ({size(study.distinct_blocks * study.block_bytes)}).",
-        f"The engine computes {model.prefill_tokens_per_second:,.0f} prompt tokens a second. Its own cache: {cache}.",
-        f"Accelerators cost ${model.device_dollars_per_hour:g} an hour; an hour of prefill saved is worth as much.",
         f"All amounts are for a month of {HOURS_PER_MONTH:g} hours like the {hours:,.2f} hours of the trace.",
-        "Requests do not queue for the accelerators, so under load hits save more than this.",
-        f"Loads into the accelerator run at {size(model.device_bytes_per_second)}/s.",
-        f"CPU memory costs ${model.primary_dollars_per_gib_month:g} a GiB and month.",
-        *(_medium(tier.name, tier.medium) for tier in study.results[0].tiers if tier.medium is not None),
-        f"A tier that compresses stores a block in 1/{model.compression_ratio:g} of its bytes.",
         "A tier with a capacity is paid for in full.",
         "A tier without one is paid for what it holds in the steady state: bytes written per second, times its ttl.",
-        "Without a ttl it grows for ever, and what a month writes counts. Both are upper bounds: tiers start empty.",
         "A stack whose mean time to first token, or the time that 1% exceed, is longer than without tiers is no buy.",
-        "A tier's hits save the prefill of their tokens.",
-        "Manager, eviction, admission, indexes and budgets are the real ones.",
-        "A medium is a queue with a bandwidth and a latency.",
         "The trace starts with empty tiers, so a short trace understates what a running system serves.",
+        "The documentation of sizing describes the model. Its numbers are:",
     ]
     text = "".join(f"<li>{escape(item)}</li>" for item in items)
-    numbers = escape(json.dumps(model.model_dump(mode="json"), indent=1))
-    details = f"<details><summary>All numbers of the model</summary><pre>{numbers}</pre></details>"
-    return f"<h2>Assumptions</h2><ul>{text}</ul>{details}"
-
-
-def _medium(name: str, medium: Mapping[str, float]) -> str:
-    return (
-        f"{name} reads {size(medium['read_bytes_per_second'])}/s and writes {size(medium['write_bytes_per_second'])}/s "
-        f"after {seconds(medium['latency'])}. It costs ${medium['dollars_per_gib_month']:g} a GiB and month, "
-        f"${medium['dollars_per_million_writes']:g} a million writes, ${medium['dollars_per_million_reads']:g} "
-        f"a million reads or probes, and ${medium['dollars_per_gib_read']:g} a GiB read."
-    )
+    numbers = escape(json.dumps(study.model.model_dump(mode="json"), indent=1))
+    return f"<h2>Assumptions</h2><ul>{text}</ul><pre>{numbers}</pre>"

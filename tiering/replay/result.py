@@ -85,8 +85,6 @@ class TierResult:
     """Price of the tier for a month: its bytes, requests and traffic."""
     dollars_saved_per_month: float
     """Price of the prefill time that the tier's hits saved, extrapolated to a month."""
-    medium: dict[str, float] | None = None
-    """Speed and prices of the medium; None (default) for the primary tier and the engine's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,6 @@ class ReplayResult:
     """Time between the first and the last request, in seconds."""
     hit_rate: float
     """Share of all prompt blocks that were not computed."""
-    ideal_hit_rate: float | None
-    """Largest hit rate of any policy in all tiers' room together; None if it was not computed."""
     tiers: list[TierResult]
     """The tiers, fastest first; the engine's own cache first if it is modelled."""
     computed_tokens: int

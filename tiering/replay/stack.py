@@ -67,14 +67,6 @@ class SimulatedStack:
     """Simulated time of all of them."""
     block_bytes: int
     """Bytes of one block."""
-    primary_blocks: int
-    """Number of blocks that the primary tier has room for."""
-
-    @property
-    def blocks(self) -> float:
-        """Number of blocks that all tiers have room for together; infinity if a tier has no capacity."""
-        rooms = [math.inf if tier.blocks is None else tier.blocks for tier in self.tiers]
-        return self.primary_blocks + sum(rooms)
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""
@@ -124,7 +116,7 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
     )
     for index in range(len(tiers)):
         manager.open_tier(index, clock.now + stack.open_deadline)
-    return SimulatedStack(manager, tiers, clock, block_bytes, rows)
+    return SimulatedStack(manager, tiers, clock, block_bytes)
 
 
 def _tier(

@@ -1,4 +1,4 @@
-"""A study: one trace through several stacks, beside the bounds that hold for all of them."""
+"""A study: one trace through several stacks, beside one LRU cache of all capacities."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tiering.errors import ConfigError
-from tiering.replay.ideal import Bounds
+from tiering.replay.curve import LruCurve
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
 from tiering.replay.replay import Replay
@@ -18,8 +18,6 @@ GRID = tuple(sorted({round(2 ** (step / 4)) for step in range(160)}))
 """Capacities in blocks at which LRU's curve is computed: four per octave."""
 _SMALLEST_SHARE = 1 / 512
 """Smallest capacity of a curve, as a share of the distinct blocks."""
-_IDEAL_EVERY = 2
-"""Number of points of LRU's curve for one of the optimum's."""
 
 Progress = Callable[[str, int, int], None]
 """Function ``progress(what, done, total)``, called now and then; ``total`` is 0 while it is not known."""
@@ -27,19 +25,17 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Hit rates at one capacity, of an exact cache of blocks without any cost."""
+    """Hit rate at one capacity, of an exact cache of blocks without any cost."""
 
     capacity_bytes: int
     """Bytes of blocks that the cache may hold."""
     lru: float
     """Share of the accesses that hit with least-recently-used eviction."""
-    ideal: float | None
-    """Largest hit rate of any policy (Belady); None where it was not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The results of all stacks, the bounds, and their circumstances."""
+    """The results of all stacks, the curve of one LRU cache, and their circumstances."""
 
     trace: tuple[str, ...]
     """Paths of the trace."""
@@ -99,9 +95,9 @@ def run_study(
     block_bytes: int,
     progress: Progress = lambda what, done, total: None,
 ) -> Study:
-    """Replay ``trace`` through the stacks of ``points``, and compute the bounds.
+    """Replay ``trace`` through the stacks of ``points``, and compute the curve of one LRU cache.
 
-    The trace is read once for the bounds and once per stack. Memory grows with the capacities, not with the trace; a
+    The trace is read once for the curve and once per stack. Memory grows with the capacities, not with the trace; a
     bucket without a ttl holds the name of each block that is stored there.
 
     Args:
@@ -115,51 +111,37 @@ def run_study(
         ConfigError: the trace cannot be read or has no blocks, or a stack has no room for a block.
     """
     replays = [Replay(point.stack, trace.info.block_tokens, block_bytes, model) for point in points[:1]]
-    bounds = Bounds(GRID)
+    cache = LruCurve(GRID)
     reported = 0
     for request in trace:
-        bounds.add(request.hashes)
-        if bounds.total - reported >= 1 << 16:
-            reported = bounds.total
+        cache.add(request.hashes)
+        if cache.total - reported >= 1 << 16:
+            reported = cache.total
             progress("reading the trace", trace.bytes_read, trace.total_bytes or 0)
-    if not bounds.total:
+    if not cache.total:
         raise ConfigError(f"{trace.paths[0]}: has no request with blocks")
-    distinct, ideal_at = bounds.distinct, dict[int, float]()
-
-    def ideal(blocks: float) -> float:
-        if blocks >= distinct:
-            return bounds.reuse
-        key = round(blocks)
-        if key not in ideal_at:
-            ideal_at[key] = bounds.ideal(key)
-        return ideal_at[key]
-
-    wanted = [blocks for blocks in GRID if distinct * _SMALLEST_SHARE <= blocks]
-    wanted = [blocks for blocks in wanted if blocks < 2 * distinct]
-    curve = []
-    for number, blocks in enumerate(wanted):
-        progress("computing the optimum", number, len(wanted))
-        best = ideal(blocks) if number % _IDEAL_EVERY == 0 or blocks >= distinct else None
-        curve.append(CurvePoint(blocks * block_bytes, bounds.lru(blocks), best))
+    distinct = cache.distinct
+    wanted = [blocks for blocks in GRID if distinct * _SMALLEST_SHARE <= blocks < 2 * distinct]
+    curve = [CurvePoint(blocks * block_bytes, cache.hit_rate(blocks)) for blocks in wanted]
     results = []
     for number, point in enumerate(points):
         replay = replays[0] if not number else Replay(point.stack, trace.info.block_tokens, block_bytes, model)
         what = ", ".join(f"{word}={value}" for word, value in point.settings.items()) or "replaying"
-        total = bounds.total * len(points)
+        total = cache.total * len(points)
 
         def report(blocks: int, what: str = what, number: int = number, total: int = total) -> None:
-            progress(what, number * bounds.total + blocks, total)
+            progress(what, number * cache.total + blocks, total)
 
         result = replay.run(trace, report)
-        results.append(replace(result, settings=point.settings, ideal_hit_rate=ideal(replay.room), stack=point.text))
+        results.append(replace(result, settings=point.settings, stack=point.text))
     return Study(
         tuple(map(str, trace.paths)),
         trace.info.format,
         trace.info.block_tokens,
         block_bytes,
-        bounds.total,
+        cache.total,
         distinct,
-        bounds.reuse,
+        cache.reuse,
         curve,
         results,
         model,

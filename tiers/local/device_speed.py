@@ -1,20 +1,14 @@
-"""The bandwidth of a bare disk, measured by fio if it is installed, else by threads."""
+"""The bandwidth of a bare disk."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import shutil
-import subprocess
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tiering.medium.files import Files, store_error
-
-FIO_SECONDS = 60.0
-"""Seconds that fio may take beyond its measurement."""
 
 
 def device_speed(
@@ -41,10 +35,7 @@ def device_speed(
     path = directory / "device"
     try:
         _write(path, size, blocks)
-        fio = shutil.which("fio")
-        if fio is not None:
-            return _by_fio(fio, path, size, depth, load=load, seconds=seconds, direct=direct)
-        return _by_threads(path, size, blocks, depth, load=load, seconds=seconds, direct=direct)
+        return _measured(path, size, blocks, depth, load=load, seconds=seconds, direct=direct)
     except OSError as error:
         raise store_error(error, f"cannot measure the disk in {directory}") from error
     finally:
@@ -65,58 +56,25 @@ def _write(path: Path, size: int, blocks: int) -> None:
         files.close(fd)
 
 
-def _by_fio(fio: str, path: Path, size: int, depth: int, *, load: bool, seconds: float, direct: bool) -> float | None:
-    words = [
-        fio,
-        "--name=device",
-        f"--filename={path}",
-        f"--rw={'randread' if load else 'randwrite'}",
-        f"--bs={size}",
-        f"--iodepth={depth}",
-        "--ioengine=libaio",
-        f"--direct={int(direct)}",
-        "--time_based",
-        f"--runtime={max(1, round(seconds))}",
-        "--output-format=json",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=seconds + FIO_SECONDS, check=False)
-    try:
-        job = json.loads(done.stdout)["jobs"][0]["read" if load else "write"]
-        return float(job["bw_bytes"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        return None
-
-
-def _by_threads(
+def _measured(
     path: Path, size: int, blocks: int, depth: int, *, load: bool, seconds: float, direct: bool
 ) -> float | None:
     files = Files()
     fd = files.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
-    end = time.monotonic() + seconds
-    moved = [0] * depth
-    errors: list[OSError] = []
+    began = time.monotonic()
 
-    def work(number: int) -> None:
-        buffer = memoryview(mmap.mmap(-1, size))
-        block = number
-        try:
-            while time.monotonic() < end:
-                block = (block * 7919 + depth) % blocks
-                move = files.preadv if load else files.pwritev
-                moved[number] += move(fd, [buffer], block * size)
-        except OSError as error:
-            errors.append(error)
+    def work(number: int) -> int:
+        buffer, block, moved = memoryview(mmap.mmap(-1, size)), number, 0
+        move = files.preadv if load else files.pwritev
+        while time.monotonic() < began + seconds:
+            block = (block * 7919 + depth) % blocks
+            moved += move(fd, [buffer], block * size)
+        return moved
 
     try:
-        began = time.monotonic()
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(depth)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(depth) as threads:
+            moved = sum(threads.map(work, range(depth)))
         elapsed = time.monotonic() - began
     finally:
         files.close(fd)
-    if errors:
-        raise errors[0]
-    return sum(moved) / elapsed if elapsed else None
+    return moved / elapsed if elapsed else None
