@@ -19,14 +19,15 @@ import obstore
 from tiering.admin.namespaces import known_namespaces
 from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
 from tiering.admin.tier_admin import TierAdmin
+from tiering.api.namespace import Namespace
+from tiering.epochs.common_epoch import begin_common
 from tiering.epochs.epoch import EPOCHS, LEASES, PARAMETERS
-from tiering.errors import ConfigError, PermanentStoreError, StoreError
+from tiering.errors import StoreError
 from tiering.secondary.options import TierOptions
 from tiers.coordination.probes import probe_coordination
 from tiers.object.bucket_options import BucketOptions, without_ttl
 from tiers.object.clouds import make_cloud
 from tiers.object.collection_lease import CollectionLease
-from tiers.object.epochs import begin_epochs
 from tiers.object.faults import STORE_FAILURES
 from tiers.object.identity import probe_identity
 from tiers.object.names import BLOCKS, DOCUMENTS, SUSPECTS
@@ -272,9 +273,6 @@ class ObjectAdmin(TierAdmin):
         self._store.remove_documents(ended(self._store.document_times(), self.clock()))
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
-        try:
-            await asyncio.to_thread(begin_epochs, self._store, [namespace], invalidation)
-        except ConfigError as error:
-            # The epochs of the stack's other tiers must begin all the same.
-            raise PermanentStoreError(str(error)) from error
+        # The name alone decides. A namespace whose parameters are damaged has blocks that engines serve, too.
+        await asyncio.to_thread(begin_common, self._store, Namespace.named(namespace), invalidation)
         return "engines that run follow within a minute, and empty their CPU tiers and disks"

@@ -190,7 +190,7 @@ class ObjectStore(BlockStore):
         return Done.DONE
 
     def delete(self, places: Sequence[Place]) -> None:
-        self._delete_names([self._name(place) for place in places])
+        self.delete_objects([self._name(place) for place in places])
 
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
         return second_look(self._cloud, self._requests, self._name(place), limit)
@@ -321,7 +321,7 @@ class ObjectStore(BlockStore):
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         start = f"{self._documents}{prefix}"
-        paths = (item["path"] for objects in self.list_document_objects() for item in objects)
+        paths = (item["path"] for objects in self._document_objects() for item in objects)
         return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
 
     def remove_document(self, name: str) -> None:
@@ -333,7 +333,7 @@ class ObjectStore(BlockStore):
         Raises:
             StoreError: a document cannot be removed.
         """
-        self._delete_names([f"{self._documents}{name}" for name in names])
+        self.delete_objects([f"{self._documents}{name}" for name in names])
 
     def document_times(self) -> Mapping[str, float]:
         """Return the time of the last write, by the service's clock, of each note and settlement.
@@ -343,7 +343,7 @@ class ObjectStore(BlockStore):
         """
         return {
             name: item["last_modified"].timestamp()
-            for objects in self.list_document_objects()
+            for objects in self._document_objects()
             for item in objects
             if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS))
         }
@@ -352,25 +352,10 @@ class ObjectStore(BlockStore):
 
     def reclaim(self, place_prefix: str) -> int:
         removed = 0
-        for objects in self.list_objects(place_prefix):
-            self._delete_names([item["path"] for item in objects])
-            removed += len(objects)
+        for places in self.list_places(place_prefix):
+            self.delete_objects([f"{self._blocks}{place}" for place in places])
+            removed += len(places)
         return removed
-
-    def list_objects(self, place_prefix: str = "") -> Iterator[Sequence[ObjectMeta]]:
-        """Yield the blocks whose places start with ``place_prefix``, up to 1,000 at a time.
-
-        An item's ``path`` is the object's name in the bucket, which :meth:`delete_objects` takes.
-
-        Raises:
-            StoreError: the bucket cannot be listed.
-        """
-        start = f"{self._blocks}{place_prefix}"
-        # obstore lists below whole path segments only; the filter handles a prefix that ends within a segment.
-        for objects in self._list(start.rpartition("/")[0]):
-            chosen = [item for item in objects if item["path"].startswith(start)]
-            if chosen:
-                yield chosen
 
     def list_places(self, place_prefix: str) -> Iterator[Sequence[Place]]:
         """Yield the places of the blocks below ``place_prefix``, up to 1,000 at a time.
@@ -378,8 +363,12 @@ class ObjectStore(BlockStore):
         Raises:
             StoreError: the bucket cannot be listed.
         """
-        for objects in self.list_objects(place_prefix):
-            yield [item["path"].removeprefix(self._blocks) for item in objects]
+        start = f"{self._blocks}{place_prefix}"
+        # obstore lists below whole path segments only; the filter handles a prefix that ends within a segment.
+        for objects in self._list(start.rpartition("/")[0]):
+            names = [item["path"] for item in objects if item["path"].startswith(start)]
+            if names:
+                yield [name.removeprefix(self._blocks) for name in names]
 
     def expect_absent(self, places: Sequence[Place]) -> None:
         """Let the next put of each of these places go without the look of ``check_existing``.
@@ -392,12 +381,7 @@ class ObjectStore(BlockStore):
                 self._absent.clear()  # The puts of these places look again.
             self._absent.update(dict.fromkeys(places))
 
-    def list_document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
-        """Return all documents, up to 1,000 at a time.
-
-        Raises:
-            StoreError: the bucket cannot be listed.
-        """
+    def _document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
         return self._list(self._documents.rstrip("/"))
 
     def delete_objects(self, names: Sequence[str]) -> None:
@@ -406,7 +390,8 @@ class ObjectStore(BlockStore):
         Raises:
             StoreError: objects cannot be deleted.
         """
-        self._delete_names(list(names))
+        for batch in batches(names, self._cloud.bulk):
+            self._delete_batch(batch)
 
     # --------------------------------------------------------------------------------------------------------- inner
 
@@ -494,10 +479,6 @@ class ObjectStore(BlockStore):
         except STORE_FAILURES as error:
             raise self._translate(error, f"delete {name}") from error
         return True
-
-    def _delete_names(self, names: Sequence[str]) -> None:
-        for batch in batches(names, self._cloud.bulk):
-            self._delete_batch(batch)
 
     def _delete_batch(self, names: list[str]) -> None:
         try:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.patience import PATIENT
 from tests.servers import Bucket, Endpoint
+from tests.tiers.object.new_epoch import begin_epochs
 from tests.tiers.object.rigs import namespace_of
 from tiering.admin.records import Limits, Severity
 from tiering.admin.tier_admin import TierAdmin
@@ -27,7 +28,6 @@ from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.collection_lease import NAME, SECONDS, CollectionLease
-from tiers.object.epochs import begin_epochs
 from tiers.object.store import ObjectStore
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class TierSuite(Served, TierTests):
             (begun,) = begin_epochs(store)
             two = self.make_rig().open()
             try:
-                assert namespace_of(two).epoch == begun.epoch
+                assert namespace_of(two).epoch == begun
                 assert two.load(K[:2]) == []
             finally:
                 two.close()

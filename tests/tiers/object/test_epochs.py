@@ -20,16 +20,15 @@ import yaml
 from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, Trouble
 from tests.patience import PATIENT
+from tests.tiers.object.new_epoch import begin_epochs
 from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.admin.records import Collected, Limits
 from tiering.epochs.epoch import lease_document
 from tiering.epochs.opener import Opener
-from tiering.errors import ConfigError
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
 from tiers.object.command import ObjectAdmin
-from tiers.object.epochs import begin_epochs
 from tiers.object.store import ObjectStore
 
 BLOCK_BYTES = 64 << 10
@@ -236,7 +235,7 @@ def test_a_new_common_epoch_is_noticed_by_running_machines_and_by_those_that_sta
     for rig in (one, two):
         follow(rig)
         assert rig.load(OBJECTS[:4]) == []
-    assert namespace_of(one).epoch == begun.epoch
+    assert namespace_of(one).epoch == begun
     assert one.store(OBJECTS[:6]) == OBJECTS[:6]
     for rig in (two, make()):
         # The machine may believe for a moment that blocks are absent.
@@ -278,19 +277,12 @@ def test_commands_that_begin_an_epoch_at_once_each_begin_one(make: Make, fake: F
         store.open()
         (begun,) = begin_epochs(store)
         store.close()
-        return begun.epoch
+        return begun
 
     with ThreadPoolExecutor(4) as pool:
         begun = set(pool.map(begin, range(4)))
     assert len(begun) == 4
     assert namespace_of(make()).epoch in begun
-
-
-def test_only_the_namespaces_that_were_named_begin_anew(make: Make, open_store: Open) -> None:
-    make()
-    with pytest.raises(ConfigError, match="is not in this bucket"):
-        begin_epochs(open_store(), ["0" * 32])
-    assert begin_epochs(open_store(), []) == []
 
 
 def test_blocks_of_the_older_common_epoch_are_collected_after_the_grace_time(

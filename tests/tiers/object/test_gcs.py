@@ -112,7 +112,7 @@ def test_a_listing_has_pages(server: FakeGcs, store: ObjectStore) -> None:
     server.make_bucket(server.bucket)
     for number in range(10):
         store.put_one(block(f"ns/{number}"))
-    assert sum(len(objects) for objects in store.list_objects()) == 10
+    assert sum(len(places) for places in store.list_places("")) == 10
     assert store.reclaim("ns/") == 10
     assert not server.objects
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine_side import EngineSide
 from tests.fake_s3 import FakeS3
+from tests.tiers.object.new_epoch import begin_epochs
 from tests.tiers.object.rigs import Make, block_names, look_for_epoch, namespace_of
 from tiering.api.keys import OffloadKey
 from tiering.manager.manager import TieringOffloadingManager
@@ -20,7 +21,6 @@ from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiering.testing.until import until
 from tiers.memory import MEMORY_TIER, MemoryOptions
-from tiers.object.epochs import begin_epochs
 from tiers.object.store import ObjectStore
 
 BLOCKS = K[:4]
@@ -91,7 +91,7 @@ def test_no_machine_finds_older_blocks_in_a_new_common_epoch(
     assert (one.find(BLOCKS), two.find(BLOCKS)) == (4, 4)
     (begun,) = begin_epochs(open_store())
     for engine in (one, two):
-        engine.step_into(begun.epoch)
+        engine.step_into(begun)
     for engine in (one, two, start()):
         assert engine.find(BLOCKS) == 0
     assert len(block_names(fake)) == len(BLOCKS), "no machine has stored a block in the new epoch"
