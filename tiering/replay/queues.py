@@ -91,8 +91,6 @@ class StoreQueue:
         self._waiting: dict[int, _Store] = {}
         self._ended: list[IoResult] = []
         self._last_end = 0.0
-        self.next_end = math.inf
-        """Time at which the next store ends or misses its deadline; infinity if there is none."""
         self.jobs = 0
         """Number of stores submitted."""
         self.blocks = 0
@@ -108,11 +106,8 @@ class StoreQueue:
         store = _Store(job, len(job.keys), sum(job.sizes))
         if self._running is None:
             self._begin(store, now)
-            self._find_next_end()
-            return
-        self._waiting[job.job_id] = store
-        if len(self._waiting) == 1:
-            self._find_next_end()
+        else:
+            self._waiting[job.job_id] = store
 
     def take_ended(self, now: float) -> list[IoResult]:
         """Return the results of the stores that have ended until ``now`` and were not returned yet."""
@@ -130,26 +125,22 @@ class StoreQueue:
             if head is not None:
                 del waiting[head.job.job_id]
                 self._begin(head, running.end)
-        self._find_next_end()
         return ended
 
     def run_out(self) -> float:
         """Let all stores end, for :meth:`take_ended`, and return the time at which the last one has ended."""
         self._ended = self.take_ended(math.inf)
-        self._find_next_end()
         return self._last_end
 
-    def _find_next_end(self) -> None:
-        running = self._running
+    @property
+    def next_end(self) -> float:
+        """Time at which the next store ends or misses its deadline; infinity if there is none."""
         if self._ended:
-            self.next_end = -math.inf
-        elif running is None:
-            self.next_end = math.inf
-        else:
-            self.next_end = running.end
-            for store in self._waiting.values():
-                self.next_end = min(running.end, store.job.deadline)
-                break
+            return -math.inf
+        if self._running is None:
+            return math.inf
+        head = next(iter(self._waiting.values()), None)
+        return self._running.end if head is None else min(self._running.end, head.job.deadline)
 
     def _seconds(self, store: _Store) -> float:
         return self._speed.seconds(store.blocks, int(store.raw_bytes * self._ratio))

@@ -7,9 +7,11 @@ rest of its prompt is computed, and its new blocks are stored. :mod:`tiering.rep
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
@@ -18,7 +20,6 @@ from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.manager.row_broker import TAKE_AFTER
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
-from tiering.replay.quiet import quiet_log
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
@@ -57,6 +58,18 @@ class _Running:
     """True once the prompt is being computed: the next event is its end."""
     refused: bool = False
     """True once the store of the whole prompt has found no room."""
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Let the package log errors only: the result of a replay has what happens to simulated media."""
+    log = logging.getLogger("kv_tiering")
+    level = log.level
+    log.setLevel(max(log.getEffectiveLevel(), logging.ERROR))
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class DeviceCache:

@@ -149,15 +149,12 @@ class SimulatedIo:
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.probes = 0
         """Number of probes."""
-        self.due = math.inf
-        """Earliest time at which a job or task ends, or a load misses its deadline."""
         self._latency = model.latency
         self._ratio = bytes_ratio
         self._clock = clock
         self._order = count()
         self._loads: list[tuple[float, int, IoJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
-        self._deadlines: list[float] = []
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
@@ -182,11 +179,9 @@ class SimulatedIo:
         now = self._clock.now
         if job.kind is IoKind.STORE:
             self.stores.submit(job, now)
-            self.due = min(self.due, self.stores.next_end)
             return
         queue, stats = self.loads, self.stats
         queue.jobs += 1
-        heapq.heappush(self._deadlines, job.deadline)
         start = max(now, queue.free_at)
         if start >= job.deadline:
             overdue = OverdueError("the load waited longer than the tier's deadline")
@@ -200,7 +195,6 @@ class SimulatedIo:
 
     def _add_load(self, job: IoJob, end: float, failure: Outcome | None) -> None:
         heapq.heappush(self._loads, (end, next(self._order), job, failure))
-        self.due = min(self.due, end, job.deadline)
 
     def run(self, task: IoTask) -> None:
         result, error = None, None
@@ -218,10 +212,9 @@ class SimulatedIo:
             return
         end = self._clock.now + (self._latency if task.name == "probe" else 0.0)
         heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
-        self.due = min(self.due, end)
 
     def poll(self) -> Sequence[IoResult]:
-        now, tasks, loads, deadlines = self._clock.now, self._tasks, self._loads, self._deadlines
+        now, tasks, loads = self._clock.now, self._tasks, self._loads
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
@@ -231,13 +224,6 @@ class SimulatedIo:
             ended.append(self._loaded(job, failure))
         if self.stores.next_end <= now:
             ended += self._stored(now)
-        while deadlines and deadlines[0] <= now:
-            heapq.heappop(deadlines)
-        due = self.stores.next_end
-        for ends in (loads, tasks):
-            if ends and ends[0][0] < due:
-                due = ends[0][0]
-        self.due = deadlines[0] if deadlines and deadlines[0] < due else due
         return ended
 
     def _loaded(self, job: IoJob, failure: Outcome | None) -> IoResult:
@@ -288,7 +274,6 @@ class SimulatedIo:
         """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
         ends = [end for end, *_ in self._loads] + [end for end, *_ in self._tasks]
         self._clock.now = max([self._clock.now, self.stores.run_out(), *ends])
-        self.due = self._clock.now
         return True
 
     def close(self, deadline: float) -> bool:

@@ -16,8 +16,8 @@ from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.replay.model import MediumModel, ReplayModel
-from tiering.replay.quiet import QuietTier
 from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
+from tiering.replay.tier import SimulatedBlockTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import (
     BlockTierOptions,
@@ -43,7 +43,7 @@ class SimulatedTier:
     """Options of the tier, from the stack."""
     model: MediumModel
     """Speed and price of its medium."""
-    tier: QuietTier
+    tier: SimulatedBlockTier
     """The tier, with its real index, admission and jobs."""
     io: SimulatedIo
     """Its simulated I/O side."""
@@ -144,7 +144,7 @@ def _tier(
         shared = SharedIndex(
             present_ttl=words.present_ttl, absent_ttl=words.absent_ttl, lookup_deadline=words.lookup_deadline
         )
-        tier = QuietTier(context, options, shared, io, clock, place_prefix=lambda _: "")
+        tier = SimulatedBlockTier(context, options, shared, io, clock, place_prefix=lambda _: "")
         return SimulatedTier(options, medium, tier, io, store, None, ratio)
     if options.capacity is None:
         raise ConfigError(f"secondary[{index}].capacity: is missing; a replay needs the size of the tier {name}")
@@ -161,4 +161,5 @@ def _tier(
         low_watermark=options.low_watermark,
     )
     slots.add_free(np.arange(blocks))
-    return SimulatedTier(options, medium, QuietTier(context, options, slots, io, clock), io, store, blocks, ratio)
+    tier = SimulatedBlockTier(context, options, slots, io, clock)
+    return SimulatedTier(options, medium, tier, io, store, blocks, ratio)
