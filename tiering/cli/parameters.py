@@ -24,46 +24,40 @@ DEFAULT_BLOCK_BYTES = "2MiB"
 
 
 if TYPE_CHECKING:
-    _SizeBase: TypeAlias = click.ParamType[int]
-    _DurationBase: TypeAlias = click.ParamType[float]
+    _QuantityBase: TypeAlias = click.ParamType[Any]
 else:
     # Earlier releases of click do not take the type's parameter.
-    _SizeBase = _DurationBase = click.ParamType
+    _QuantityBase = click.ParamType
 
 
-class SizeType(_SizeBase):
-    """A size in bytes, written as in a stack file."""
+class Quantity(_QuantityBase):
+    """A size in bytes or a duration in seconds, above 0 and written as in a stack file.
 
-    name = "size"
+    Args:
+        name: name of the type in messages.
+        parse: parser of the stack file, which takes a number for the unit alone.
+        kind: type of the value.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def __init__(self, name: str, parse: Callable[[Any], float], kind: type[int] | type[float]) -> None:
+        self.name = name
+        self._parse = parse
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            size = parse_size(int(value) if isinstance(value, str) and value.isdigit() else value)
+            plain = isinstance(value, str) and (value.isdigit() if self._kind is int else _NUMBER.fullmatch(value))
+            found = self._parse(self._kind(value) if plain else value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if size <= 0:
+        if found <= 0:
             self.fail(f"{value!r} is not above 0", param, ctx)
-        return size
+        return found
 
 
-class DurationType(_DurationBase):
-    """A duration in seconds, written as in a stack file."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = parse_duration(float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if seconds <= 0:
-            self.fail(f"{value!r} is not above 0", param, ctx)
-        return seconds
-
-
-SIZE = SizeType()
+SIZE = Quantity("size", parse_size, int)
 """Type of options that take a size."""
-DURATION = DurationType()
+DURATION = Quantity("duration", parse_duration, float)
 """Type of options that take a duration."""
 
 

@@ -12,7 +12,7 @@ from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
 from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import for_each_tier, named_namespaces, note, unchanged
+from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
 from tiering.secondary.options import TierOptions
 
 _CPU_TIER = "its blocks end with the engine, so there is nothing to remove"
@@ -128,7 +128,7 @@ def clear(
         raise click.UsageError("give either --namespace or --all")
 
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
-        named = await named_namespaces(admin, namespace)
+        named = choose_namespaces(await admin.namespaces(), namespace, admin.place)
         done: list[Collected] = []
         if everything:
             # Blocks of abandoned epochs may belong to no namespace that the medium still names. They go first: if

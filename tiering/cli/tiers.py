@@ -96,15 +96,6 @@ def unchanged(question: str, *, yes: bool, dry_run: bool) -> int | None:
     return DRY_RUN
 
 
-async def named_namespaces(admin: TierAdmin, name: str | None) -> list[KnownNamespace]:
-    """Return the namespaces of a medium whose names begin with ``name``; None: all.
-
-    Raises:
-        ConfigError: no namespace, or more than one, begins with ``name``.
-    """
-    return choose_namespaces(await admin.namespaces(), name, admin.place)
-
-
 def choose_namespaces(known: Sequence[KnownNamespace], name: str | None, place: str) -> list[KnownNamespace]:
     """Return those of the ``known`` namespaces whose names begin with ``name``; None: all.
 

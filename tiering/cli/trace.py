@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
 from typing import TextIO
 
 import click
@@ -54,10 +53,7 @@ def generate_trace(
       kv-tiering replay trace.jsonl --stack stack.yaml --html replay.html
     """
     shares = dict(map(_kind, kinds)) or dict.fromkeys(WORKLOADS, 1.0)
-    _write(own_lines(generate(shares, requests, rate, block_tokens, seed), block_tokens), output)
-
-
-def _write(lines: Iterable[str], output: TextIO) -> None:
+    lines = own_lines(generate(shares, requests, rate, block_tokens, seed), block_tokens)
     output.writelines(line + "\n" for line in lines)
 
 

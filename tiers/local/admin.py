@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aiofiles
 
+from tiering.admin.collection import used_epochs
 from tiering.admin.namespaces import known_namespaces, namespace_of
 from tiering.admin.records import (
     Collected,
@@ -327,11 +328,11 @@ class LocalAdmin(TierAdmin):
 
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
-            return await asyncio.to_thread(self._collect, limits, await self._served(), None, dry_run)
+            return await asyncio.to_thread(self._collect, limits, await used_epochs(self), None, dry_run)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
-            served = {name for name in await self._served() if self._bases.get(name) != namespace}
+            served = {name for name in await used_epochs(self) if self._bases.get(name) != namespace}
             if not dry_run:
                 await self._begin_epoch(namespace, owned=True)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
@@ -359,14 +360,6 @@ class LocalAdmin(TierAdmin):
                         raise store_error(error, f"cannot remove the epoch document {name}") from error
                     ended = True
         return ended
-
-    async def _served(self) -> set[str]:
-        return {
-            fingerprint
-            for namespace in await self.namespaces()
-            for fingerprint, state in namespace.epochs.items()
-            if state is not EpochState.ABANDONED
-        }
 
     def _collect(self, limits: Limits, served: set[str], namespace: str | None, dry_run: bool) -> Collected:
         """Remove whole segments: those without a served block, then the oldest ones.
