@@ -7,7 +7,7 @@ import pytest
 from tests.block_tier.fakes import BLOCK_BYTES, NUM_ROWS, FakeStore
 from tests.block_tier.rig import CTX, K, Rig
 from tiering.api.namespace import NO_EPOCH, Namespace
-from tiering.epochs.epoch import EpochDocument
+from tiering.epochs.documents import EpochDocument
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager

@@ -9,9 +9,10 @@ import pytest
 from tests.block_tier.fakes import FakeIo, FakeStore, make_namespace
 from tiering.block_tier.failures import FailureLog
 from tiering.block_tier.service import IN_USE_SECONDS, TierService
-from tiering.epochs.common_epoch import begin_common, find_common
-from tiering.epochs.epoch import EpochDocument, epoch_document
-from tiering.epochs.opener import Entered, Opener
+from tiering.epochs.documents import EpochDocument, epoch_document
+from tiering.epochs.driver import begin_common, find_common
+from tiering.epochs.opener import Opener
+from tiering.epochs.state import Entered
 from tiering.errors import CorruptBlockError, DeviceError, InUseError, OverdueError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import Done, Outcome
 from tiering.medium.layers.breaker import BreakerOpenError

@@ -15,7 +15,9 @@ from examples.valkey_server import ValkeyServer, serving
 from tests.cli.runner import kv_tiering
 from tests.fake_s3 import FakeS3, fake_s3
 from tiering.admin.records import KnownNamespace
-from tiering.epochs.common_epoch import CommonEpoch, find_common, new_invalidation
+from tiering.epochs.documents import new_invalidation
+from tiering.epochs.driver import find_common
+from tiering.epochs.state import CommonEpoch
 from tiering.errors import TemporaryStoreError
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K

@@ -21,8 +21,9 @@ from tests.block_tier.rig import CTX
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_tier.tier import BlockTier
-from tiering.epochs.common_epoch import begin_common, find_common, new_invalidation
-from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS
+from tiering.epochs.chores import LOOK_SECONDS
+from tiering.epochs.documents import new_invalidation
+from tiering.epochs.driver import SURE_SECONDS, begin_common, find_common
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex

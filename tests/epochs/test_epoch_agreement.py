@@ -9,16 +9,10 @@ import pytest
 from tests.block_tier.fakes import FakeStore
 from tests.block_tier.rig import CTX, K, Rig
 from tiering.api.namespace import Namespace
-from tiering.epochs.common_epoch import (
-    CommonEpoch,
-    begin_common,
-    ensure_common,
-    find_common,
-    new_invalidation,
-)
-from tiering.epochs.epoch import MAX_COMMON, EpochDocument
-from tiering.epochs.epoch_record import RETRY_SECONDS
-from tiering.epochs.epoch_watch import LOOK_SECONDS
+from tiering.epochs.chores import LOOK_SECONDS, RETRY_SECONDS
+from tiering.epochs.documents import MAX_COMMON, EpochDocument, new_invalidation
+from tiering.epochs.driver import begin_common, ensure_common, find_common
+from tiering.epochs.state import CommonEpoch
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement, MetEpoch, medium_id
 from tiering.secondary.contract import PrefixAnswer

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from tests.block_tier.rig import K, Rig
-from tiering.epochs.epoch import lease_document
-from tiering.epochs.lease import RENEWAL_SECONDS, RETRY_SECONDS
+from tiering.epochs.chores import RENEWAL_SECONDS, RETRY_SECONDS
+from tiering.epochs.documents import lease_document
 from tiering.errors import TemporaryStoreError
 
 

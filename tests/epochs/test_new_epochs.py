@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.block_tier.rig import CTX, K, Rig
-from tiering.epochs.common_epoch import begin_common, ensure_common, find_common, new_invalidation
-from tiering.epochs.epoch import epoch_document
-from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS, CommonHistory
+from tiering.epochs.chores import LOOK_SECONDS
+from tiering.epochs.documents import epoch_document, new_invalidation
+from tiering.epochs.driver import SURE_SECONDS, CommonHistory, begin_common, ensure_common, find_common
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement, MetEpoch
 from tiering.secondary.contract import PrefixAnswer
@@ -343,7 +343,6 @@ class TestLostDocuments:
     ) -> None:
         begin(rig)
         store, namespace = rig.store, rig.context.namespace
-        known = find_common(store, namespace)
         create = store.create_document
 
         def go_back_first(name: str, data: bytes) -> bytes | None:
@@ -353,7 +352,7 @@ class TestLostDocuments:
 
         monkeypatch.setattr(store, "create_document", go_back_first)
         mark = new_invalidation()
-        found = ensure_common(store, namespace, (mark,), known=known)
+        found = ensure_common(store, namespace, (mark,))
         assert found == find_common(store, namespace)
         assert found.covers((mark,))
 

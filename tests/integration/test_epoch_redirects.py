@@ -15,8 +15,8 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, Machine, bucket_tier, disk_tier
 from tiering.api.namespace import Namespace
-from tiering.epochs.common_epoch import begin_common
-from tiering.epochs.epoch_watch import LOOK_SECONDS, SURE_SECONDS
+from tiering.epochs.chores import LOOK_SECONDS
+from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.testing.clock import SettableClock
 from tiering.testing.keys import keys_of
 from tiering.testing.until import until

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiering.admin.records import EpochState, KnownNamespace
 from tiering.api.namespace import fingerprint_of
-from tiering.epochs.epoch import EPOCHS, LEASES, PARAMETERS, EpochDocument
+from tiering.epochs.documents import EPOCHS, LEASES, PARAMETERS, EpochDocument
 from tiering.runtime.json_text import parse_json
 
 _EPOCH = re.compile(rf"{EPOCHS}([0-9a-f]{{32}})(?:-([0-9]+))?")

@@ -27,12 +27,10 @@ from tiering.block_tier.health import HealthCheck
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.service import TierService
 from tiering.block_tier.transfers import BlockTransfers
-from tiering.epochs.common_epoch import CommonEpoch
-from tiering.epochs.epoch import Target
-from tiering.epochs.epoch_record import EpochRecord
-from tiering.epochs.epoch_watch import EpochWatch
-from tiering.epochs.lease import Lease
-from tiering.epochs.opener import Entered, Opener
+from tiering.epochs.chores import EpochRecord, EpochWatch, Lease
+from tiering.epochs.machine import judge
+from tiering.epochs.opener import Opener
+from tiering.epochs.state import CommonEpoch, Entered, EpochVerdict, Target
 from tiering.medium.layers.breaker import BreakerState
 from tiering.secondary.agreement import MetEpoch
 
@@ -318,14 +316,15 @@ class TierLife:
         """
         if self.namespace is None or self._common is None or found.epoch is None or not self._service.in_service:
             return
-        if found.unexplained or not set(found.invalidations).issubset(self._agreement.known):
+        verdict = judge(self._common, found, self._agreement.known)
+        if verdict is EpochVerdict.FOLLOW:
             logger.warning(
                 "tier %s: a new common epoch has begun; the engine drops all blocks that were stored before", self._name
             )
             self.successor = found
-        elif not found.covers(self._agreement.known):
+        elif verdict is EpochVerdict.REOPEN:
             self._reopen()
-        elif found.epoch != self._common.epoch:
+        elif verdict is EpochVerdict.ENTER:
             logger.warning(
                 "tier %s: the medium was restored or emptied; older blocks are ignored from now on", self._name
             )

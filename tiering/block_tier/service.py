@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.epochs.epoch import Target
-from tiering.epochs.opener import Entered, Opener
+from tiering.epochs.opener import Opener
+from tiering.epochs.state import Entered, Target
 from tiering.errors import InUseError, TieringError
 from tiering.medium.chore import Backoff, Chore
 from tiering.medium.side import IoSide

@@ -12,7 +12,7 @@ from tiering.admin.tier_admin import TierAdmin
 from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
 from tiering.cli.remove import dry_run_option, yes_option
 from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
-from tiering.epochs.common_epoch import new_invalidation
+from tiering.epochs.documents import new_invalidation
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.secondary.options import SharedOptions, TierOptions
 

@@ -1,4 +1,4 @@
-"""Opening of a medium on the I/O side: the store, the namespace's parameters, and the reset epoch."""
+"""Opening of a medium on the I/O side: the store, the namespace's parameters, and the epoch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
-from tiering.epochs.common_epoch import CommonEpoch
-from tiering.epochs.epoch import (
+from tiering.epochs.documents import (
     MAX_COMMON,
     MAX_REMEMBERED,
     PARAMETERS,
     EpochDocument,
-    Target,
     epoch_document,
     parameters_document,
 )
-from tiering.epochs.epoch_watch import CommonHistory
+from tiering.epochs.driver import CommonHistory, drive, parsed
+from tiering.epochs.machine import Result
 from tiering.epochs.nearest import tell_nearest
+from tiering.epochs.state import Action, Do, Entered, Goal, Target, Walk, WalkOrder
 from tiering.errors import DeviceError, PermanentStoreError, StoreError
 from tiering.medium.block_store import BlockStore
 from tiering.runtime.json_text import parse_json
@@ -34,20 +34,6 @@ _LOG_PERIOD = 30.0
 _THREAD_RETRY_SECONDS = 0.01
 _THREAD_WAIT_SECONDS = 1.0
 """Seconds for which closing retries to start its thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """An epoch that was entered.
-
-    An attempt to open a medium returns the whole value and leaves no part of it elsewhere, because a later attempt, or
-    a reset, may overtake it.
-    """
-
-    namespace: Namespace
-    """Namespace in the epoch."""
-    common: CommonEpoch | None = None
-    """The medium's common epoch, if ``namespace`` is in it; None (default): it is in another epoch."""
 
 
 class Opener:
@@ -160,12 +146,12 @@ class Opener:
         """Return the epoch that was entered on the open store."""
         if target is not None and not self.shared:
             # First, so that blocks stored before are foreign from here on, whatever else fails.
-            self._begin(target)
+            self._walk(target, Goal.RESET)
         known, intact = self._check_parameters()
         if target is not None:
             entered = Entered(target.namespace)
         elif not self.shared:
-            entered = Entered(self._enter_own(known=known))
+            entered = Entered(self._walk(self.successor(), Goal.OWN, known=known))
         elif self._revision is not None:
             entered = Entered(self._namespace.revision_epoch(self._revision))
         else:
@@ -221,24 +207,54 @@ class Opener:
 
     # ------------------------------------------------------------------------------ a medium that only this tier writes
 
-    def _enter_own(self, *, known: bool) -> Namespace:
-        document = epoch_document(self._namespace)
+    def _walk(self, target: Target, goal: Goal, *, known: bool = True) -> Namespace:
+        """Walk to the epoch of the medium; to that of ``target`` if there is none, or for a reset."""
+        # A record of the older epoch that is being written must not come after the removal.
         with self._guard:
-            stored = self._store.read_document(document)
-            found = None if stored is None else EpochDocument.parse(bytes(stored))
-            self._document = found
-            if found is not None and found.admits(self._namespace, self._revision):
-                if not known:
-                    self._tell_rewritten(parameters_document(self._namespace), "missing")
+            if goal is Goal.RESET:
+                self._document, self.begun = self._content(target), target.namespace.epoch
+            walk = drive(WalkOrder(goal), lambda walk, action: self._do(walk, action, target, known))
+            if walk.documents and (found := walk.documents[0]) is not None:
                 return self._namespace.with_epoch(found.epoch)
-            if found is None:
-                self._tell_loss(document, missing=stored is None, known=known)
-            target = self.successor()
-            content = self._content(target)
-            if self._writes:
-                self._store.write_document(document, content.pack())
-            self._document, self.begun = content, target.namespace.epoch
             return target.namespace
+
+    def _do(self, walk: Walk, action: Action, target: Target, known: bool) -> Result:
+        """Do an action on a medium that only this tier writes."""
+        name, reset = epoch_document(self._namespace), walk.order.goal is Goal.RESET
+        if action.do is Do.READ:
+            stored = self._store.read_document(name)
+            self._document = None if stored is None else EpochDocument.parse(bytes(stored))
+            found = parsed(stored, self._namespace, self._revision)
+            if self._document is None:
+                self._tell_loss(name, missing=stored is None, known=known)
+            elif isinstance(found, EpochDocument) and not known:
+                self._tell_rewritten(parameters_document(self._namespace), "missing")
+            return found
+        try:
+            if action.do is Do.REMOVE:
+                self._store.remove_document(name)
+            else:
+                content = (self._document if reset else None) or self._content(target)
+                if reset or self._writes:
+                    self._store.write_document(name, content.pack())
+                self._document, self.begun = content, target.namespace.epoch
+        except StoreError as error:
+            limit, outcome = (
+                (self._refusals, "removed for a reset; it is tried again")
+                if action.do is Do.REMOVE
+                else (self._unwritten, "written; the reset holds, and the next start begins empty")
+            )
+            if reset and walk.sure and (count := limit.admit()):
+                logger.warning(
+                    "tier %s: document %s could not be %s: %s (%d such failure(s))",
+                    self._name,
+                    name,
+                    outcome,
+                    error,
+                    count,
+                )
+            return error
+        return None
 
     def _content(self, target: Target) -> EpochDocument:
         """Return the document of ``target``, in which blocks are stored from now on.
@@ -280,53 +296,14 @@ class Opener:
                 self._store.write_document(epoch_document(self._namespace), content.pack())
             self._document = content
 
-    def _begin(self, target: Target) -> None:
-        """Begin the epoch of ``target`` on a medium that only this tier writes.
-
-        The old document is removed first: that works on a full disk, and blocks without a document are foreign.
-        """
-        with self._guard:
-            # A record of the older epoch that is being written must not come after the removal.
-            content = self._content(target)
-            self._document, self.begun = content, target.namespace.epoch
-            self._replace(content)
-
-    def _replace(self, content: EpochDocument) -> None:
-        document = epoch_document(self._namespace)
-        removed = True
-        try:
-            self._store.remove_document(document)
-        except StoreError as error:
-            removed = False
-            if count := self._refusals.admit():
-                logger.warning(
-                    "tier %s: document %s could not be removed for a reset: %s (%d such failure(s)); it is tried again",
-                    self._name,
-                    document,
-                    error,
-                    count,
-                )
-        try:
-            self._store.write_document(document, content.pack())
-        except StoreError as error:
-            if not removed:
-                raise
-            if count := self._unwritten.admit():
-                logger.warning(
-                    "tier %s: the reset holds, but its epoch could not be written; the next start begins empty: %s "
-                    "(%d such failure(s))",
-                    self._name,
-                    error,
-                    count,
-                )
-
     # -------------------------------------------------------------------------------------------------- a shared medium
 
     def _enter_common(self, *, used: bool) -> Entered:
         """Enter the common epoch of all processes without a revision; the first process begins it."""
         found = self.history.look(opening=True, used=used)
-        for document in found.damaged(self._namespace):
-            self._tell_loss(document, missing=False, known=True)
+        for number, document in enumerate(found.documents):
+            if document is None:
+                self._tell_loss(epoch_document(self._namespace, number), missing=False, known=True)
         return Entered(self._namespace.with_epoch(found.epoch or NO_EPOCH), found)
 
     # ---------------------------------------------------------------------------------------------- both kinds of media

@@ -31,7 +31,7 @@ from tiering.admin.records import (
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import fingerprint_of
 from tiering.api.units import format_bytes
-from tiering.epochs.epoch import EPOCHS, EpochDocument
+from tiering.epochs.documents import EPOCHS, EpochDocument
 from tiering.errors import InUseError, OutOfSpaceError, PermanentStoreError
 from tiering.medium.files import DIRECTORY_MODE, Files, store_error
 from tiering.medium.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header

@@ -20,8 +20,8 @@ from tiering.admin.namespaces import known_namespaces
 from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
-from tiering.epochs.common_epoch import begin_common
-from tiering.epochs.epoch import EPOCHS, LEASES, PARAMETERS
+from tiering.epochs.documents import EPOCHS, LEASES, PARAMETERS
+from tiering.epochs.driver import begin_common
 from tiering.errors import StoreError
 from tiering.secondary.options import TierOptions
 from tiers.coordination.probes import probe_coordination

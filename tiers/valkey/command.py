@@ -13,9 +13,8 @@ from tiering.admin.records import Finding, KnownNamespace, Severity, StoredBlock
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
-from tiering.epochs.common_epoch import begin_common
-from tiering.epochs.epoch import LEASES
-from tiering.epochs.epoch_watch import SURE_SECONDS
+from tiering.epochs.documents import LEASES
+from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.errors import StoreError
 from tiering.index.places import parse_place
 from tiering.secondary.options import TierOptions

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tiering.epochs.epoch import LEASES
+from tiering.epochs.documents import LEASES
 from tiering.errors import CorruptBlockError, StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, RawBlock, StoreProbe, StoreTraits
 from tiers.valkey.client import ValkeyClient

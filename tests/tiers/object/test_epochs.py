@@ -23,7 +23,7 @@ from tests.patience import PATIENT
 from tests.tiers.object.new_epoch import begin_epochs
 from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.admin.records import Collected, Limits
-from tiering.epochs.epoch import lease_document
+from tiering.epochs.documents import lease_document
 from tiering.epochs.opener import Opener
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K

@@ -1,21 +1,130 @@
-"""Record of the common epochs in which the blocks of a medium of its own were stored."""
+"""Chores of a tier's epoch: looks for a new one, the lease, and the record of a disk's blocks."""
 
 from __future__ import annotations
 
 import logging
+import os
+import random
+import socket
 from collections.abc import Callable, Mapping
 
 from tiering.api.namespace import Namespace
-from tiering.epochs.epoch import MAX_REMEMBERED
+from tiering.epochs.documents import MAX_REMEMBERED, lease_document
+from tiering.epochs.driver import CommonHistory
 from tiering.epochs.opener import Opener
-from tiering.medium.chore import Backoff, Chore
+from tiering.epochs.state import CommonEpoch
+from tiering.medium.block_store import BlockStore
+from tiering.medium.chore import NEVER, Backoff, Chore
 from tiering.medium.side import IoSide
 from tiering.secondary.agreement import EpochAgreement, MetEpoch
 
 logger = logging.getLogger("kv_tiering.tier")
 
+LOOK_SECONDS = 30.0
+"""Seconds between two looks for a new common epoch."""
+
+_LOOK_AGAIN_SECONDS = 5.0
+"""Seconds after a look that failed until the next one."""
+
+RENEWAL_SECONDS = 3600.0
+"""Seconds between two renewals of a lease.
+
+A collector should wait many times as long before it takes a lease for abandoned.
+"""
+
 RETRY_SECONDS = 60.0
-"""Seconds until a record that could not be written is tried again."""
+"""Seconds until a lease or a record that could not be written is tried again."""
+
+
+class EpochWatch(Chore):
+    """Looks for changes of the common epoch on the I/O side; owned by the scheduler's thread.
+
+    Args:
+        name: name of the tier.
+        history: documents of the common epoch.
+        io: I/O side that reads the documents.
+        clock: function that returns monotonic seconds.
+        on_found: function that the scheduler's thread calls with the common epoch that a look found.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        history: CommonHistory,
+        io: IoSide,
+        clock: Callable[[], float],
+        on_found: Callable[[CommonEpoch], None],
+    ) -> None:
+        super().__init__("epoch", io, clock, self._look)
+        self._name = name
+        self._history = history
+        self._on_found = on_found
+        self._namespace: Namespace | None = None
+
+    def watch(self, namespace: Namespace | None) -> None:
+        """Look for successors of the common epoch of ``namespace`` from now on; None: look for nothing."""
+        self._namespace = namespace
+        self._plan(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        if (namespace := self._namespace) is None:
+            return
+
+        def ended(found: CommonEpoch | None, error: BaseException | None) -> None:
+            self._plan(LOOK_SECONDS if error is None else _LOOK_AGAIN_SECONDS)
+            if error is not None:
+                logger.debug("tier %s: cannot look for a new common epoch: %s", self._name, error)
+            elif found is not None and self._namespace is namespace:
+                self._on_found(found)
+
+        self.run(self._history.look, ended)
+
+    def _plan(self, seconds: float) -> None:
+        in_a_while = self._clock() + seconds * random.uniform(0.75, 1.0)
+        self.due = NEVER if self._namespace is None else in_a_while
+
+
+class Lease(Chore):
+    """Renews the lease of an epoch on a shared medium for as long as a tier uses the epoch.
+
+    Private epochs, and epochs named by a revision, need a lease. The scheduler's thread owns this object; the I/O side
+    writes the documents. A lease that is late by a failed write does no harm: the blocks are still too young to be
+    collected.
+
+    Args:
+        name: name of the tier.
+        store: the medium.
+        io: I/O side that writes the lease.
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(self, name: str, store: BlockStore, io: IoSide, clock: Callable[[], float]) -> None:
+        super().__init__("lease", io, clock, self._renew, Backoff(RETRY_SECONDS))
+        self._name = name
+        self._store = store
+        self._document: str | None = None
+
+    def hold(self, namespace: Namespace | None) -> None:
+        """Renew the lease of the epoch of ``namespace`` from now on, and no other lease; None: no lease."""
+        self._document = None if namespace is None else lease_document(namespace)
+        self.due = NEVER if namespace is None else self._clock()
+
+    def _renew(self) -> None:
+        if (document := self._document) is None:
+            return
+        content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+        self.run(lambda: self._store.write_document(document, content), self._ended)
+        self.wake(RENEWAL_SECONDS * random.uniform(0.8, 1.0))
+
+    def _ended(self, result: None, error: BaseException | None) -> None:
+        if error is None:
+            self.succeeded()
+            return
+        self.failed()
+        if self.failures == 1:
+            logger.warning(
+                "tier %s: the lease of its epoch could not be renewed and will be tried again: %s", self._name, error
+            )
 
 
 class EpochRecord(Chore):

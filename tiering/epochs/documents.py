@@ -1,4 +1,4 @@
-"""Reset epochs, stored as documents beside the blocks: names and content of these documents.
+"""Epoch documents, stored beside the blocks: their names and their content.
 
 The fingerprint of a block covers the epoch. Blocks of an epoch whose document is gone are therefore foreign to all
 processes.
@@ -18,6 +18,7 @@ all processes with the same text are in the same one.
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,16 +163,9 @@ class EpochDocument:
         return not self.private and self.base == namespace.base and self.revision == _digest(revision)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The epoch that a reset begins, and the processes that it is for."""
-
-    namespace: Namespace
-    """Namespace in the epoch that begins."""
-    revision: str | None = None
-    """Revision that names the weights from now on; None (default): no revision."""
-    private: bool = False
-    """True if the epoch is for this process alone, because its weights may have changed; default False."""
+def new_invalidation() -> bytes:
+    """Return the identifier of a new invalidation, which no other one has."""
+    return secrets.token_bytes(EPOCH_BYTES)
 
 
 def _digest(revision: str | None) -> bytes:
