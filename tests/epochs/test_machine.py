@@ -234,7 +234,10 @@ def reacted(machine: Machine, found: CommonEpoch, *, opened: bool) -> Machine:
         return replace(machine, successor=found)
     if verdict is EpochVerdict.REOPEN:
         return replace(machine, present=None)
-    return replace(machine, present=found) if verdict is EpochVerdict.STAY else settled(machine, found)
+    if verdict is EpochVerdict.ENTER:
+        return settled(machine, found)
+    assert found.epoch == machine.present.epoch, "the tier goes on in an epoch that the bucket has left"
+    return replace(machine, present=found)
 
 
 def followed(machine: Machine) -> Machine:
