@@ -24,7 +24,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TransferJob
+from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierTraits, TransferJob
 
 BATCH = 64
 Batch = list[OffloadKey]
@@ -36,6 +36,7 @@ class NoopTier(SecondaryTierManager):
     """A tier that accepts every store at once and holds nothing."""
 
     name = "noop"
+    traits = TierTraits()
 
     def __init__(self) -> None:
         self._done: list[JobResult] = []

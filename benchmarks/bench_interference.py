@@ -114,7 +114,7 @@ class Flow:
 
     def drain(self) -> None:
         """Wait until all jobs have ended."""
-        while self.tier.has_pending_work():
+        while not self.tier.idle:
             self._rate = 1e-9
             self.tier.io.wait(0.05)
             self.pump()

@@ -113,7 +113,7 @@ class TierRun:
             keys, part = self.keys[start : start + size], rows[start : start + size]
             submit(TransferJob(next(self.jobs), keys, part, promotion, REQUEST))
         self.tier.on_schedule_end()
-        while self.tier.has_pending_work():
+        while not self.tier.idle:
             self.tier.io.wait(0.1)
             for result in self.tier.get_finished():
                 if complete and not result.success:

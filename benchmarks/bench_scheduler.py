@@ -35,7 +35,14 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.medium.block_store import BlockIO
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
-from tiering.secondary.contract import JobResult, PrefixAnswer, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.contract import (
+    JobResult,
+    PrefixAnswer,
+    SecondaryTierManager,
+    TierContext,
+    TierTraits,
+    TransferJob,
+)
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.faults import DictStore
 
@@ -51,7 +58,7 @@ class Tier(SecondaryTierManager):
     """A tier that holds nothing, accepts every store, and decides a lookup after some steps."""
 
     name = "tier"
-    announces_news = True
+    traits = TierTraits(announces_news=True)
 
     def __init__(self, asked: int, news: News) -> None:
         self._steps = asked - 1

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiering.connector.metrics import METRICS
-from tiering.tier import SecondaryTierManager, TierStats
+from tiering.tier import SecondaryTierManager, StepEnd, TierIntake, TierStats, TierTraits
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiering", "tiers")
@@ -63,11 +63,14 @@ def arrows() -> Counter[tuple[str, str]]:
     return found
 
 
-def contract() -> tuple[int, int]:
-    """Return the number of methods and of attributes of a secondary tier's contract."""
-    own = vars(SecondaryTierManager)
-    methods = [name for name, value in own.items() if inspect.isfunction(value) and not name.startswith("_")]
-    return len(methods), len([name for name in SecondaryTierManager.__annotations__ if not name.startswith("_")])
+def methods(kind: type) -> int:
+    """Return the number of public methods that a class defines."""
+    return len([name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")])
+
+
+def attributes(kind: type) -> int:
+    """Return the number of public attributes that a class declares."""
+    return len([name for name in kind.__annotations__ if not name.startswith("_")])
 
 
 def rows() -> Iterator[tuple[str, str]]:
@@ -75,7 +78,6 @@ def rows() -> Iterator[tuple[str, str]]:
     texts = {path: path.read_text() for path in sources()}
     found = arrows()
     rooms = {room for pair in found for room in pair}
-    methods, attributes = contract()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: words for name, words in project["optional-dependencies"].items() if name not in {"dev", "docs"}}
     yield "lines", f"{sum(text.count(chr(10)) for text in texts.values()):,}"
@@ -83,7 +85,12 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "files", str(len(texts))
     yield "files of more than 500 lines", str(sum(text.count("\n") > 500 for text in texts.values()))
     yield "rooms, arrows between them", f"{len(rooms)}, {len(found)}"
-    yield "contract of a tier: methods, attributes", f"{methods}, {attributes}"
+    yield "contract of a tier: methods", str(methods(SecondaryTierManager))
+    yield "methods of its part that is optional", str(methods(TierIntake))
+    yield (
+        "attributes, traits, fields of a step",
+        ", ".join(map(str, map(attributes, (SecondaryTierManager, TierTraits, StepEnd)))),
+    )
     yield "metrics, fields of TierStats", f"{len(METRICS)}, {len(TierStats.__dataclass_fields__)}"
     yield "dependencies", ", ".join(project["dependencies"])
     for name, words in extras.items():

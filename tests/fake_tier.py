@@ -10,7 +10,7 @@ from pydantic import SecretStr, field_validator
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.definition import TierDefinition
-from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TierTraits, TransferJob
 from tiering.secondary.options import BlockTierOptions, SlotOptions
 
 
@@ -46,7 +46,7 @@ class FakeOptions(BlockTierOptions, SlotOptions):
 class FakeTier(SecondaryTierManager):
     """A tier that accepts jobs, fails them at once, and records its calls in ``log``."""
 
-    medium = "FAKE"
+    traits = TierTraits(medium="FAKE")
     definition: ClassVar[TierDefinition]
 
     def __init__(self, options: FakeOptions, context: TierContext) -> None:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import SecretStr, field_validator
 
 import tiering
+import tiering.tier
 from tiering.api import masking
 from tiering.api.masking import guard_logs, mask_text
 from tiering.block_tier.definition import TierDefinition
@@ -48,6 +49,8 @@ class LeakyOptions(tiering.TierOptions):
 
 class LeakyTier(tiering.SecondaryTierManager):
     """A tier that raises an error with its options in the text, in the method that ``fails`` names."""
+
+    traits = tiering.tier.TierTraits()
 
     def __init__(self, options: LeakyOptions, context: tiering.TierContext) -> None:
         self.name = context.name

@@ -71,9 +71,8 @@ def test_a_store_of_held_blocks_only_ends_without_io() -> None:
     rig.store_blocks(K[:2])
     job_id = rig.submit_store(K[:2])
     assert not rig.io.jobs
-    assert rig.tier.has_pending_work()
     assert rig.finished() == [JobResult(job_id, True)]
-    assert not rig.tier.has_pending_work()
+    assert rig.tier.idle
 
 
 def test_a_load_fills_rows_from_where_the_blocks_were_stored() -> None:
@@ -432,9 +431,9 @@ def test_second_touch_asks_for_a_declined_block_that_another_request_uses() -> N
     rig = Rig(admission="second_touch").opened()
     assert rig.tier.admit(K[:3], CTX, False) == []
     rig.tier.touch(K[:3], CTX)
-    assert list(rig.tier.take_wanted_keys()) == []
+    assert list(rig.tier.on_schedule_end().wanted) == []
     rig.tier.touch(K[:2], ReqContext("r2"))
-    wanted = list(rig.tier.take_wanted_keys())
+    wanted = list(rig.tier.on_schedule_end().wanted)
     assert wanted == K[:2]
     assert rig.tier.admit(wanted, CTX, False) is None
 

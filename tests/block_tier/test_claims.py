@@ -115,7 +115,7 @@ class Rig:
 def test_a_store_waits_for_the_answer_and_uploads_what_is_granted() -> None:
     rig = Rig()
     job = rig.submit(K[:4])
-    assert (rig.finished(), rig.io.jobs, rig.tier.has_pending_work()) == ([], [], True)
+    assert (rig.finished(), rig.io.jobs) == ([], [])
     rig.fleet.claims[0].granted = [True, False, True, False]
     assert rig.finished() == []
     (upload,) = rig.io.jobs
@@ -225,7 +225,7 @@ def wanted(rig: Rig) -> list[OffloadKey]:
     rig.finished()
     rig.io.run_tasks("probe")
     rig.finished()
-    return list(rig.tier.take_wanted_keys())
+    return list(rig.tier.on_schedule_end().wanted)
 
 
 def test_blocks_whose_claim_has_lapsed_are_asked_for_once_more() -> None:
@@ -301,7 +301,7 @@ def test_a_second_touch_in_the_fleet_makes_a_declined_block_wanted() -> None:
     assert (rig.tier.admit(K[:2], CTX, False), rig.fleet.declines) == ([], K[:2])
     rig.fleet.inbox.touched.append(K[1])
     rig.finished()
-    assert list(rig.tier.take_wanted_keys()) == [K[1]]
+    assert list(rig.tier.on_schedule_end().wanted) == [K[1]]
     assert rig.tier.admit(K[1:2], CTX, False) is None
     rig.submit(K[1:2])
     assert len(rig.fleet.claims) == 1

@@ -183,7 +183,7 @@ def test_a_tier_that_is_only_read_need_never_be_told_and_asks_nothing() -> None:
     stack = Stack(opened=False, shared=True, admission="none")
     assert stack.rig.tier.used(K[:3], CTX) == math.inf
     assert stack.rig.io.tasks == []
-    assert stack.rig.tier.take_wanted_keys() == []
+    assert not stack.rig.tier.on_schedule_end().wanted
 
 
 def test_a_block_that_waits_for_its_second_touch_is_not_offered_to_its_own_request() -> None:

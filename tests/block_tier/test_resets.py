@@ -274,10 +274,10 @@ def test_a_reset_waits_no_longer_than_its_deadline_for_a_medium_that_hangs() -> 
     assert rig.tier.reset(begun + 0.05) is False
     assert rig.clock() - begun <= 0.051
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, False)
-    assert rig.tier.reset_done() is False
+    assert rig.tier.on_schedule_end().reset_done is False
     rig.io.run_tasks()
     rig.finished()
-    assert rig.tier.reset_done() is True
+    assert rig.tier.on_schedule_end().reset_done is True
 
 
 def test_two_resets_in_a_row_end_in_the_last_one() -> None:
@@ -288,7 +288,7 @@ def test_two_resets_in_a_row_end_in_the_last_one() -> None:
     for _ in range(3):
         rig.io.run_tasks()
         rig.finished()
-    assert rig.tier.reset_done()
+    assert rig.tier.on_schedule_end().reset_done
     assert restarted(rig, revision="step-2").epoch == rig.epoch
     assert restarted(rig, revision="step-1").epoch != rig.epoch
 

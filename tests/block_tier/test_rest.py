@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -39,23 +40,23 @@ def rig() -> Iterator[TierRig]:
 
 def settle(rig: TierRig) -> None:
     """Run steps until the tier rests."""
-    rig.wait(lambda: rig.tier.rest() > 0)
+    rig.wait(lambda: rig.step().rest > 0)
 
 
 def test_a_tier_without_work_rests(rig: TierRig) -> None:
-    assert rig.tier.rest() > 0
+    assert rig.step().rest > 0
 
 
 def test_a_tier_rests_for_a_short_time_while_its_stores_run(rig: TierRig) -> None:
-    assert rig.tier.rest() > LONGEST_REST
+    assert rig.step().rest > LONGEST_REST
     rig.submit_store(K[:4])
-    assert rig.tier.rest() == REST_WITH_JOBS < LONGEST_REST
+    assert rig.step().rest == REST_WITH_JOBS < LONGEST_REST
 
 
 def test_a_tier_does_not_rest_while_a_load_may_become_overdue(rig: TierRig) -> None:
     rig.store(K[:4])
     load = rig.submit_load(K[:4])
-    assert rig.tier.rest() == 0
+    assert rig.step().rest == 0
     rig.result(load)
     settle(rig)
 
@@ -63,22 +64,21 @@ def test_a_tier_does_not_rest_while_a_load_may_become_overdue(rig: TierRig) -> N
 def test_a_tier_does_not_rest_with_a_result_that_it_has_not_announced(rig: TierRig) -> None:
     rig.store(K[:4])
     rig.submit_store(K[:4])  # the tier has these blocks, so that the job ends at once
-    assert rig.tier.rest() == 0
+    assert rig.step().rest == 0
     assert list(rig.tier.get_finished())
-    assert rig.tier.rest() > 0
+    assert rig.step().rest > 0
 
 
 def test_a_tier_does_not_rest_with_blocks_that_it_wants_to_store(rig: TierRig) -> None:
-    rig.tier.used(K[:4], REQUEST)
-    assert rig.tier.rest() == 0
-    assert rig.tier.take_wanted_keys() == K[:4]
-    assert rig.tier.rest() > 0
+    rig.intake.used(K[:4], REQUEST)
+    assert rig.step().wanted == K[:4]
+    assert rig.step().rest > 0
 
 
 def test_a_tier_out_of_service_does_not_rest(rig: TierRig) -> None:
     assert isinstance(rig.tier, BlockTier)
     rig.tier.leave_medium()
-    assert rig.tier.rest() == 0
+    assert rig.step().rest == 0
     rig.tier.enter_medium()
     settle(rig)
 
@@ -86,13 +86,12 @@ def test_a_tier_out_of_service_does_not_rest(rig: TierRig) -> None:
 def test_a_tier_whose_breaker_is_open_does_not_rest(rig: TierRig) -> None:
     assert isinstance(rig.tier, BlockTier)
     rig.tier.io.breakers.trip("a test")
-    rig.tier.on_schedule_end()
-    assert rig.tier.rest() == 0
+    assert rig.step().rest == 0
 
 
 def test_a_tier_that_is_closed_does_not_rest(rig: TierRig) -> None:
     rig.close()
-    assert rig.tier.rest() == 0
+    assert rig.step().rest == 0
 
 
 def test_a_tier_with_a_step_of_its_own_does_not_rest_unless_it_says_so() -> None:
@@ -100,18 +99,15 @@ def test_a_tier_with_a_step_of_its_own_does_not_rest_unless_it_says_so() -> None
         def on_step(self) -> None:
             """Do periodic work."""
 
-    class Resting(Stepping):
-        def rests(self) -> bool:
-            return True
+    class Resting(BlockTier):
+        def on_step(self) -> float:
+            return math.inf
 
     for kind, rests in ((Stepping, False), (Resting, True)):
         rig = TierRig(partial(make_tier, kind=kind), group_bytes=GROUP_BYTES).open()
-        rig.tier.on_schedule_end()
-        assert (rig.tier.rest() > 0) is rests
+        assert (rig.step().rest > 0) is rests
         rig.close()
 
 
 def test_a_tier_with_an_io_side_from_elsewhere_does_not_rest() -> None:
-    rig = Rig().opened()
-    rig.tier.on_schedule_end()
-    assert rig.tier.rest() == 0
+    assert Rig().opened().tier.on_schedule_end().rest == 0

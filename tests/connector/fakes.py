@@ -204,7 +204,7 @@ class FakeManager(OffloadingManager):
             self.refs[key] += 1
         return CPULoadStoreSpec([self.rows[key] for key in keys])
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         self.touched.append(list(keys))
         for key in reversed(keys):
             if key in self.rows:

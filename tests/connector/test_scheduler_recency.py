@@ -51,8 +51,7 @@ def test_of_a_prompt_stored_chunk_by_chunk_the_tail_is_evicted_first(ends: bool,
 def test_blocks_stored_in_one_piece_are_not_touched_again() -> None:
     scheduler, spec = make()
     touched: list[int] = []
-    spec.real.touch = lambda keys, ctx: touched.append(len(keys))  # type: ignore[method-assign, assignment]
-    spec.real.refresh = spec.real.touch  # type: ignore[method-assign]
+    spec.real.touch = lambda keys, ctx, used=True: touched.append(len(keys))  # type: ignore[method-assign, assignment]
     request = prompt(32)
     job = run_prompt(scheduler, request, ids(8)).reqs_to_store["r1"].job_id
     scheduler.update_connector_output(finished(job))

@@ -187,12 +187,12 @@ class Machine:
             tier.on_schedule_end()
             if tier.name not in self.resetting:
                 superseded |= tier.superseded()
-            elif tier.reset_done():
+            elif tier.on_schedule_end().reset_done:
                 self.resetting.discard(tier.name)
         if superseded:
             self._empty()
             for tier in self.tiers:
-                self._confirm(tier, tier.follow(self.clock()))
+                self._confirm(tier, tier.reset(self.clock(), follow=True))
                 assert tier.name in self.resetting or not tier.superseded(), "it did not follow"
 
     def reset(self, revision: str | None) -> None:

@@ -57,7 +57,7 @@ class Engine:
 
     def follow(self) -> None:
         for rig in (self.disk, *self.shared.values()):
-            rig.tier.follow(rig.clock() + 1)
+            rig.tier.reset(rig.clock() + 1, follow=True)
 
     def step(self, seconds: float = 0.0) -> None:
         """Let time pass, and run the tasks that are due."""
@@ -127,7 +127,7 @@ class TestAtTheStart:
         shared.submit_store(K[:2])
         (result,) = shared.finished()
         assert (result.success, shared.tier.lookup_prefix(K[:2], CTX)) == (False, PrefixAnswer(0, False))
-        assert not shared.tier.take_wanted_keys()
+        assert not shared.tier.on_schedule_end().wanted
 
     def test_a_reset_before_the_blocks_are_dropped_wins(self, bucket: FakeStore) -> None:
         machine = Machine(bucket=bucket)
@@ -336,7 +336,7 @@ class TestLate:
     def test_a_reset_while_the_disk_follows_makes_its_epoch_private(self, bucket: FakeStore) -> None:
         engine = with_blocks(Machine(bucket=bucket))
         engine.disk.io.hold = True
-        assert not engine.disk.tier.follow(engine.disk.clock())
+        assert not engine.disk.tier.reset(engine.disk.clock(), follow=True)
         assert not engine.disk.tier.reset(engine.disk.clock())
         engine.step()
         engine.step()

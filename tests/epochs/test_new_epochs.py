@@ -42,7 +42,7 @@ def test_a_tier_stays_in_its_epoch_until_it_is_to_follow_and_then_enters_the_new
     look(rig)
     assert (rig.tier.superseded(), rig.epoch) == (True, old)
     begun = rig.clock()
-    assert rig.tier.follow(begun)
+    assert rig.tier.reset(begun, follow=True)
     assert (rig.tier.superseded(), rig.epoch, rig.clock()) == (False, new, begun)
     assert available(rig) == (1, 1)
     assert rig.tier.get_stats().private_epoch == 0
@@ -54,7 +54,7 @@ def test_a_job_in_flight_does_not_count_in_the_new_epoch() -> None:
     job = rig.submit_store(K[:2])
     begin(rig)
     look(rig)
-    rig.tier.follow(rig.clock())
+    rig.tier.reset(rig.clock(), follow=True)
     rig.io.finish(job)
     (result,) = rig.finished()
     assert (result.success, result.successful_keys) == (False, [])
@@ -66,7 +66,7 @@ def test_the_last_of_several_new_epochs_is_entered() -> None:
     look(rig)
     last = begin(rig)
     look(rig)
-    rig.tier.follow(rig.clock())
+    rig.tier.reset(rig.clock(), follow=True)
     assert rig.epoch == last
 
 
@@ -78,7 +78,7 @@ def test_a_reset_before_it_could_follow_wins(revision: str | None) -> None:
     rig.tier.reset(rig.clock(), revision)
     own = rig.epoch
     assert (rig.tier.superseded(), own != new) == (False, True)
-    rig.tier.follow(rig.clock())
+    rig.tier.reset(rig.clock(), follow=True)
     assert (rig.epoch, available(rig)) == (own, (1, 1))
 
 
@@ -92,7 +92,7 @@ def test_a_tier_that_opens_again_does_not_enter_the_successor_that_it_found_befo
     agreement.learn(find_common(rig.store, rig.context.namespace).invalidations)
     last = begin(rig)
     for _ in range(3):
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         assert rig.tier.namespace is None or rig.epoch == last
         rig.io.run_tasks()
         rig.finished()
@@ -100,7 +100,7 @@ def test_a_tier_that_opens_again_does_not_enter_the_successor_that_it_found_befo
     newer = begin(rig)
     look(rig)
     assert rig.tier.superseded(), "a tier in a common epoch looks for newer ones"
-    rig.tier.follow(rig.clock())
+    rig.tier.reset(rig.clock(), follow=True)
     assert rig.epoch == newer
 
 
@@ -117,11 +117,11 @@ def test_a_medium_of_its_own_is_reset_without_a_wait() -> None:
     rig.store_blocks(K[:2])
     rig.io.hold = True
     begun = rig.clock()
-    assert not rig.tier.follow(begun)
+    assert not rig.tier.reset(begun, follow=True)
     assert (rig.clock(), available(rig)) == (begun, (0, 0))
     rig.io.run_tasks()
     rig.finished()
-    assert (rig.tier.reset_done(), available(rig)) == (True, (1, 1))
+    assert (rig.tier.on_schedule_end().reset_done, available(rig)) == (True, (1, 1))
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, False)
 
 
@@ -170,7 +170,7 @@ class TestAnotherSharedTier:
         old = rig.epoch
         self.learn(rig, dropped=False)
         assert (rig.tier.superseded(), available(rig), rig.epoch) == (True, (0, 0), old)
-        assert rig.tier.follow(rig.clock())
+        assert rig.tier.reset(rig.clock(), follow=True)
         look(rig, 0.0)
         assert (rig.tier.superseded(), available(rig), rig.epoch != old) == (False, (1, 1), True)
 
@@ -212,7 +212,7 @@ class TestLostDocuments:
         rig = Rig(shared=True, agreement=EpochAgreement()).opened()
         begin(rig)
         look(rig)
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         rig.store_blocks(K[:2])
         return rig
 
@@ -239,7 +239,7 @@ class TestLostDocuments:
         known = rig.context.agreement.known
         self.lose_unseen(rig)
         assert rig.tier.superseded(), "an epoch that began meanwhile may be lost too"
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         look(rig, 0.0)
         assert (rig.tier.superseded(), available(rig), rig.epoch != old) == (False, (1, 1), True)
         assert find_common(rig.store, rig.context.namespace).invalidations == known, "what is known is written again"
@@ -272,7 +272,7 @@ class TestLostDocuments:
     def test_a_new_epoch_that_begins_while_they_are_written_again_stays_the_last_one(self, rig: Rig, when: int) -> None:
         begin(rig)
         look(rig)
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         look(rig, 0.0)
         old = rig.epoch
         rig.store.documents.clear()
@@ -310,7 +310,7 @@ class TestLostDocuments:
     def test_before_the_last_one_bring_no_older_epoch_back(self, rig: Rig, lost: int) -> None:
         begin(rig)
         look(rig)
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         look(rig, 0.0)
         namespace = rig.context.namespace
         del rig.store.documents[epoch_document(namespace, lost)]
@@ -335,7 +335,7 @@ class TestLostDocuments:
         del rig.store.documents[unread]
         look(rig)
         assert rig.tier.superseded(), "blocks that were invalidated are served"
-        rig.tier.follow(rig.clock())
+        rig.tier.reset(rig.clock(), follow=True)
         assert rig.epoch == last
 
     def test_while_an_epoch_begins_leave_all_engines_with_the_same_epoch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.errors import ConfigError
-from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
+from tiering.secondary.contract import JobResult, PrefixAnswer, StepEnd, TransferJob
 from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
@@ -56,6 +57,7 @@ Result: Callable[..., Any] = JobResult
 Event: Callable[..., Any] = OffloadingEvent
 Stats: Callable[..., Any] = TierStats
 Policy: Callable[..., Any] = RequestOffloadingContext
+End: Callable[..., Any] = StepEnd
 
 
 def late() -> Iterator[object]:
@@ -95,7 +97,7 @@ def use(rig: ManagerRig) -> None:
     manager.prepare_load(K, ctx)
     manager.complete_load(K, ctx)
     manager.touch(K, ctx)
-    manager.refresh(K, ctx)
+    manager.touch(K, ctx, used=False)
     manager.prepare_store(keys_of(10, 11), ctx)
     manager.complete_store(keys_of(10, 11), ctx)
     for tier in (odd, good):
@@ -117,6 +119,8 @@ def use(rig: ManagerRig) -> None:
 
 NOT_TRUE: list[object] = [None, 1, "yes", NAN, [], np.array([True, True]), Unprintable()]
 
+NOT_KEYS: list[object] = [None, 7, b"one key", "text", [[]], late(), itertools.repeat(K[0]), Unprintable()]
+
 WRONG: dict[str, list[object]] = {
     "lookup_prefix": [
         None, 7, "text", (1,), (1, False, 0), (-1, False), (5, False), (10**400, False), (1.0, False), (NAN, False),
@@ -127,11 +131,15 @@ WRONG: dict[str, list[object]] = {
         None, 7, OffloadPolicy.REQUEST_LEVEL, Policy("request_level"), Unprintable(),
     ],
     "used": [None, "1", NAN, -1.0, 10**400, 1j, np.array([1.0, 2.0]), Unprintable()],
-    "take_wanted_keys": [None, 7, b"one key", "text", [[]], late(), itertools.repeat(K[0]), Unprintable()],
-    "superseded": NOT_TRUE,
+    "on_schedule_end": [
+        7, (), ((), 0.0, False, False), "text", Unprintable(),
+        *map(End, NOT_KEYS),
+        *(End(rest=rest) for rest in (None, "1", NAN, -1.0, 10**400, 1j, Unprintable())),
+        *(End(superseded=answer) for answer in NOT_TRUE),
+        *(End(reset_done=answer, wanted=K[:1]) for answer in NOT_TRUE),
+    ],
     "open": NOT_TRUE,
     "reset": NOT_TRUE,
-    "reset_done": NOT_TRUE,
     "shutdown": NOT_TRUE,
     "take_events": [
         [None], [Unprintable()], itertools.repeat(7), "text",
@@ -173,8 +181,7 @@ def test_a_wrong_answer_takes_the_tier_out_of_service_with_one_line(
 
 METHODS = [
     "lookup", "lookup_prefix", "on_new_request", "on_request_finished", "submit_load", "submit_store", "get_finished",
-    "touch", "refresh", "used", "take_wanted_keys", "on_schedule_end", "superseded", "take_events", "get_stats", "open",
-    "reset", "reset_done", "follow", "drain", "shutdown",
+    "touch", "used", "on_schedule_end", "take_events", "get_stats", "open", "reset", "drain", "shutdown",
 ]  # fmt: skip
 
 
@@ -225,8 +232,8 @@ def test_a_tier_may_answer_with_values_of_numpy() -> None:
         def used(self, keys: Any, req_context: ReqContext) -> Any:
             return np.float32(3.0)
 
-        def superseded(self) -> Any:
-            return np.False_
+        def on_schedule_end(self) -> Any:
+            return StepEnd((), np.float32(0.0), np.False_, np.False_)  # type: ignore[arg-type]
 
         def get_stats(self) -> Any:
             return TierStats(blocks=np.int64(4), read_seconds=np.float64(0.5), job_latency=np.ones(15, np.int64))  # type: ignore[arg-type]
@@ -249,7 +256,7 @@ def test_a_tier_may_answer_with_values_of_numpy() -> None:
 
 
 def test_a_list_of_keys_whose_iterator_never_ends_does_not_hold_the_step() -> None:
-    rig = ManagerRig(12, [answering(take_wanted_keys=lambda: Endless(K))])
+    rig = ManagerRig(12, [answering(on_schedule_end=lambda: StepEnd(Endless(K)))])
     rig.step()
     assert rig.stat("jobs_in_flight") == 0
 
@@ -343,15 +350,15 @@ def test_a_tier_cannot_change_the_keys_and_rows_of_a_job() -> None:
     rig.manager.complete_store(keys_of(10, 11), rig.ctx)
     assert [len(job.keys) for job in tier.loads] == [4, 2]
     assert output.store_spec.block_ids.flags.writeable, "the engine's own rows are as they were"
-    for method in ("touch", "refresh", "used"):
-        changing = answering(**{method: lambda keys, ctx: keys.reverse()})
+    for method in ("touch", "used"):
+        changing = answering(**{method: lambda keys, *_: keys.reverse()})
         rig = ManagerRig(12, [changing])
         rig.manager.prepare_store(keys, rig.ctx)
         rig.manager.complete_store(keys, rig.ctx)
         changing.finish(changing.stores[0], success=False)
         rig.step()
         rig.manager.touch(keys, rig.ctx)
-        rig.manager.refresh(keys, rig.ctx)
+        rig.manager.touch(keys, rig.ctx, used=False)
         assert keys == list(K)
         assert rig.stat("tiers_out_of_service") == 1
 
@@ -361,11 +368,15 @@ def test_a_tier_cannot_change_the_keys_and_rows_of_a_job() -> None:
     [
         ("name", None), ("medium", 7), ("load_deadline", -1.0), ("load_deadline", NAN), ("load_deadline", "30s"),
         ("store_deadline", 0.0), ("primary_share", 1.5), ("primary_share", NAN), ("max_load_blocks", 0),
-        ("max_load_blocks", 2.0), ("min_prefix_blocks", 0), ("min_prefix_blocks", None), ("fill", "no"),
+        ("max_load_blocks", 2.0), ("min_prefix_blocks", 0), ("min_prefix_blocks", None), ("fill", "no"), ("intake", 7),
     ],
 )  # fmt: skip
 def test_a_wrong_attribute_is_an_error_at_the_start_that_names_it(attribute: str, value: object) -> None:
     tier = FakeTier()
-    setattr(tier, attribute, value)
+    if attribute == "name":
+        setattr(tier, attribute, value)
+    else:
+        changed: dict[str, Any] = {attribute: value}
+        tier.traits = replace(tier.traits, **changed)
     with pytest.raises(ConfigError, match=f"its attribute {attribute} is .*, but must be"):
         ManagerRig(4, [tier])

@@ -12,7 +12,6 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.manager.row_broker import LOOK_AT, STALLED_AFTER, TAKE_AFTER
-from tiering.secondary.contract import SecondaryTierManager
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -63,11 +62,7 @@ def test_no_more_blocks_are_submitted_than_a_tier_has_credit_for() -> None:
 
 
 def test_a_tier_without_credit_of_its_own_gets_each_block_at_once() -> None:
-    class Plain(FakeTier):
-        admit = SecondaryTierManager.admit
-        credit = SecondaryTierManager.credit
-
-    tier = Plain(allowance=0)
+    tier = FakeTier(allowance=0, takes_all=True)
     rig = make_rig(tier)
     output = rig.manager.prepare_store(K[:8], rig.ctx)
     assert output is not None

@@ -28,7 +28,6 @@ CALLS: dict[str, Call] = {
     "prepare_load": lambda rig: rig.manager.prepare_load([], rig.ctx),
     "complete_load": lambda rig: rig.manager.complete_load([], rig.ctx),
     "touch": lambda rig: rig.manager.touch([A], rig.ctx),
-    "refresh": lambda rig: rig.manager.refresh([A], rig.ctx),
     "prepare_store": lambda rig: rig.manager.prepare_store([A], rig.ctx),
     "complete_store": lambda rig: rig.manager.complete_store([], rig.ctx),
     "on_new_request": lambda rig: rig.manager.on_new_request(ReqContext("r2")),

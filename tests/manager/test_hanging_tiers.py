@@ -89,7 +89,7 @@ def test_a_reset_reaches_a_retired_tier_whose_blocks_would_be_served_after_a_res
 class SlowTier(FakeTier):
     """A tier that uses all the time it is given."""
 
-    def reset(self, deadline: float, revision: str | None = None) -> bool:
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
         self.rig.clock.advance(max(0.0, deadline - self.rig.clock()))
         return False
 

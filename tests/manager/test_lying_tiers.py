@@ -19,7 +19,7 @@ from hypothesis.stateful import rule
 from tests.manager.test_state_machine import ManagerMachine, WritingTier, choices
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.manager.rest import LONGEST_REST
-from tiering.secondary.contract import JobResult, PrefixAnswer
+from tiering.secondary.contract import JobResult, PrefixAnswer, StepEnd
 from tiering.secondary.tier_stats import TierStats
 from tiering.testing.keys import keys_of
 
@@ -69,6 +69,9 @@ LIES: list[Callable[[], object]] = [
     lambda: [OffloadingEvent(None, "TAPE", LOCAL, "fast", True)],  # type: ignore[arg-type]
     lambda: TierStats(blocks=-1), lambda: TierStats(job_latency=[]), lambda: TierStats(hits="3"),  # type: ignore[arg-type]
     lambda: [0, 0], lambda: [1, 0], lambda: range(10**9), lambda: [-1], lambda: {0: 1}, lambda: 0.5,
+    lambda: StepEnd(superseded=True), lambda: StepEnd(reset_done=True), lambda: StepEnd(rest=float("inf")),
+    lambda: StepEnd(keys_of(*range(24))), lambda: StepEnd([None]), lambda: StepEnd(rest=-1.0),  # type: ignore[list-item]
+    lambda: StepEnd(None), lambda: StepEnd(superseded=None), lambda: StepEnd(itertools.repeat(None)),  # type: ignore[arg-type]
     lambda: RuntimeError("raised"), lambda: Panic("raised"), RecursionError, StopIteration,
     GeneratorExit,
 ]  # fmt: skip
@@ -79,9 +82,8 @@ TAKES_BACK = ("get_finished",)
 
 METHODS = (
     "lookup", "lookup_prefix", "submit_store", "submit_load", "get_finished", "admit", "credit", "not_stored",
-    "touch", "refresh", "used", "take_wanted_keys", "on_new_request", "on_request_finished", "on_schedule_end",
-    "rest", "take_events", "has_pending_work", "get_stats", "drain", "reset", "reset_done", "superseded", "follow",
-    "shutdown",
+    "touch", "used", "on_new_request", "on_request_finished", "on_schedule_end", "take_events", "get_stats", "drain",
+    "reset", "shutdown",
 )  # fmt: skip
 
 

@@ -267,8 +267,8 @@ def test_a_promoted_block_is_reserved_for_every_asker_until_it_loads_or_finishes
 
 
 def test_a_request_can_tell_what_was_promoted_for_it_and_from_which_medium() -> None:
-    disk, bucket = FakeTier("disk", held=set(keys_of(1))), FakeTier("bucket", held=set(keys_of(*range(2, 4))))
-    disk.medium, bucket.medium = "DISK", "OBJECT"
+    disk = FakeTier("disk", held=set(keys_of(1)), medium="DISK")
+    bucket = FakeTier("bucket", held=set(keys_of(*range(2, 4))), medium="OBJECT")
     rig = ManagerRig(8, [disk, bucket])
     rig.store(keys_of(0))
     other = ReqContext("other")

@@ -41,9 +41,9 @@ def test_the_primary_tier_is_empty_when_a_tier_enters_the_epoch() -> None:
     rows: list[int] = []
 
     class Watching(FakeTier):
-        def follow(self, deadline: float) -> bool:
+        def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
             rows.append(len(rig.primary.readable))
-            return super().follow(deadline)
+            return super().reset(deadline, revision, follow)
 
     tier = Watching("shared")
     rig = ManagerRig(8, [tier])
@@ -55,9 +55,9 @@ def test_the_primary_tier_is_empty_when_a_tier_enters_the_epoch() -> None:
 
 def test_a_tier_that_notices_while_another_one_is_followed_is_followed_in_the_same_step() -> None:
     class Noticing(FakeTier):
-        def follow(self, deadline: float) -> bool:
+        def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
             second.has_successor = True
-            return super().follow(deadline)
+            return super().reset(deadline, revision, follow)
 
     first, second = Noticing("first", has_successor=True), FakeTier("second")
     rig = ManagerRig(8, [first, second])
@@ -125,7 +125,7 @@ def test_a_disk_that_cannot_confirm_at_once_is_out_of_service_until_it_can() -> 
 
 def test_a_tier_that_never_enters_its_new_epoch_is_retired() -> None:
     class Stuck(FakeTier):
-        def follow(self, deadline: float) -> bool:
+        def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
             return True
 
     rig = ManagerRig(8, [Stuck("stuck", has_successor=True)])
@@ -135,7 +135,7 @@ def test_a_tier_that_never_enters_its_new_epoch_is_retired() -> None:
 
 
 def test_a_tier_that_raises_when_it_is_asked_is_retired() -> None:
-    rig = ManagerRig(8, [FakeTier(raises={"superseded"})])
+    rig = ManagerRig(8, [FakeTier(raises={"on_schedule_end"})])
     rig.store(K[:4])
     assert (rig.stat("tiers_out_of_service"), rig.manager.new_epochs, held(rig)) == (1, 0, 4)
 

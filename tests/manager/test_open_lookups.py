@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ class Rig:
         self.now = 0.0
         self.news = News()
         self.tier = FakeTier(unknown=set(KEYS))
-        self.tier.announces_news = announces
+        self.tier.traits = replace(self.tier.traits, announces_news=announces)
         rows = CPUPrimaryTierOffloadingManager(np.zeros((8, 16), np.uint8).data)
         self.manager = TieringOffloadingManager(rows, [self.tier], news=self.news, clock=lambda: self.now)
         self.manager.on_new_request(CTX)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,7 +14,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrepareStoreOutput
 from tiering.manager.rest import LONGEST_REST
 from tiering.runtime.news import News
-from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.contract import JobResult, StepEnd, TransferJob
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -103,8 +104,8 @@ class HastyTier(FakeTier):
         super().submit_store(job)
         self.finish(job)
 
-    def rest(self) -> float:
-        return 0.0 if self.results else math.inf
+    def on_schedule_end(self) -> StepEnd:
+        return super().on_schedule_end()._replace(rest=0.0 if self.results else math.inf)
 
 
 def test_a_job_that_the_end_of_a_step_has_submitted_is_collected_in_the_next_step() -> None:
@@ -143,7 +144,6 @@ USES: dict[str, Callable[[ManagerRig], object]] = {
     "prepare_load": lambda rig: rig.manager.prepare_load(K[:1], rig.ctx),
     "complete_load": lambda rig: rig.manager.complete_load(K[1:2], rig.ctx),
     "touch": lambda rig: rig.manager.touch(K[:2], rig.ctx),
-    "refresh": lambda rig: rig.manager.refresh(K[:2], rig.ctx),
     "prepare_store": _prepare_store,
     "complete_store": lambda rig: rig.manager.complete_store(K[2:3], rig.ctx),
     "on_new_request": lambda rig: rig.request("r2"),
@@ -162,6 +162,8 @@ def test_every_use_of_the_manager_ends_the_rest(use: str) -> None:
     steps(rig)
     before = ends(tier)
     USES[use](rig)
+    assert ends(tier) == before + (use == "open_tier"), "a tier that has been opened is asked for its state"
+    before = ends(tier)
     steps(rig)
     assert ends(tier) == before + 1
 
@@ -211,7 +213,9 @@ def test_a_wrong_answer_takes_the_tier_out_of_service() -> None:
 class RestingTier(WritingTier):
     """A tier of the state machine that announces everything, and rests otherwise."""
 
-    announces_news = True
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.traits = replace(self.traits, announces_news=True)
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)

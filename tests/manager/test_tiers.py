@@ -132,7 +132,7 @@ class LateTier(FakeTier):
 
     rig: ManagerRig
 
-    def reset(self, deadline: float, revision: str | None = None) -> bool:
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
         self.rig.clock.advance(deadline - self.rig.clock() + 10.0)
         return True
 

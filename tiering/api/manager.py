@@ -140,27 +140,17 @@ class OffloadingManager(ABC):
             NotReadableError: some keys are not readable; no row was pinned.
         """
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Mark the blocks of a prefix as recently used, its head more recently than its tail.
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        """Make the blocks of a prefix recent, its head more recent than its tail.
 
         Callers also touch blocks that the GPU already has. Unknown keys are ignored.
 
         Args:
             keys: the keys in the order of the prefix.
-            req_context: the request that uses the blocks.
+            req_context: the request that uses or has stored the blocks.
+            used: True (default) to count a use. A request that has stored its prompt chunk by chunk passes False,
+                because its tail is more recent than its head.
         """
-
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Make the blocks of a prefix recent without counting a use, its head more recent than its tail.
-
-        A request that has stored its prompt chunk by chunk calls this method, because its tail is more recent than its
-        head. Unknown keys are ignored. The default counts a use.
-
-        Args:
-            keys: the keys in the order of the prefix.
-            req_context: the request that stored the blocks.
-        """
-        self.touch(keys, req_context)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the keys of a :meth:`prepare_load`. Unknown keys are ignored and counted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -58,20 +59,16 @@ class TierHooks(ABC):
         The index is empty, and all blocks on the medium are foreign.
         """
 
-    def on_step(self) -> None:
+    def on_step(self) -> float | None:
         """Hook: a step has ended; the place to start periodic work.
 
         Start such work with :meth:`tiering.medium.chore.Chore.tick`.
-        """
 
-    def rests(self) -> bool:
-        """Hook: return True if :meth:`on_step` has nothing to do now that cannot wait for some milliseconds.
-
-        Steps in which nothing happens then leave the tier out; see
-        :meth:`tiering.secondary.contract.SecondaryTierManager.rest`. Jobs and tasks that end wake the tier up. By
-        default, a tier rests unless it overrides :meth:`on_step`.
+        Returns:
+            Seconds for which the hook need not be called unless a job or task ends
+            (:attr:`tiering.secondary.contract.StepEnd.rest`); None: it is called in every step.
         """
-        return type(self).on_step is TierHooks.on_step
+        return math.inf
 
     def on_result(self, result: IoResult) -> None:
         """Hook: a job has ended, and the index has not recorded its result yet."""

@@ -34,7 +34,10 @@ from tiering.secondary.contract import (
     JobResult,
     PrefixAnswer,
     SecondaryTierManager,
+    StepEnd,
     TierContext,
+    TierIntake,
+    TierTraits,
     TransferJob,
 )
 from tiering.secondary.inert import InertTier
@@ -62,7 +65,7 @@ Jobs that wait in vain and threads that hang are noticed in steps.
 _NO = PrefixAnswer(0, False)
 
 
-class BlockTier(TierHooks, SecondaryTierManager):
+class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     """Tier made of an index and a block store.
 
     Subclasses use the public attributes, override hooks (:class:`~tiering.block_tier.parts.TierHooks`), and call the
@@ -116,13 +119,17 @@ class BlockTier(TierHooks, SecondaryTierManager):
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
 
         self.name = context.name
-        self.medium = store.traits.medium
-        self.load_deadline, self.store_deadline = options.longest_load, options.deadline
-        self.max_load_blocks = min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART
-        self.primary_share = options.primary_share
-        self.min_prefix_blocks = options.min_prefix_blocks
-        self.fill = options.admission != "none"
-        self.announces_news = True
+        self.traits = TierTraits(
+            medium=store.traits.medium,
+            load_deadline=options.longest_load,
+            store_deadline=options.deadline,
+            primary_share=options.primary_share,
+            max_load_blocks=min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART,
+            min_prefix_blocks=options.min_prefix_blocks,
+            fill=options.admission != "none",
+            announces_news=self._announces,
+            intake=self,
+        )
 
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
@@ -270,17 +277,12 @@ class BlockTier(TierHooks, SecondaryTierManager):
         self._life.tick(self._clock())
         return self._jobs.take_finished()
 
-    def has_pending_work(self) -> bool:
-        return self._jobs.unreported
-
     # ---------------------------------------------------------------------------------------------------------- notices
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.index.touch(keys)
-        self._intake.admission.touch(keys, req_context.req_id)
-
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.index.refresh(keys)
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        self.index.touch(keys, used)
+        if used:
+            self._intake.admission.touch(keys, req_context.req_id)
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         if self.options.admission == "none":
@@ -288,7 +290,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
         return self._offer(keys)
 
     def _offer(self, keys: Sequence[OffloadKey]) -> float:
-        """Let the manager store those of ``keys`` again that the tier lacks, as :meth:`used` does."""
+        """Want those of ``keys`` that the tier lacks, and return when to look again, as :meth:`used` does."""
         if not self._life.storing:
             return 0.0
         now = self._clock()
@@ -298,7 +300,7 @@ class BlockTier(TierHooks, SecondaryTierManager):
             return OFFER_AGAIN_AFTER
         return self._intake.offers.add(lacking, now)
 
-    def take_wanted_keys(self) -> Sequence[OffloadKey]:
+    def _take_wanted(self) -> Sequence[OffloadKey]:
         wanted, offers = self._intake.admission.take_wanted(), self._intake.offers
         if not offers.waiting or not self._life.storing:
             return wanted
@@ -308,17 +310,23 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._intake.admission.on_request_finished(req_context.req_id)
 
-    def on_schedule_end(self) -> None:
+    def on_schedule_end(self) -> StepEnd:
+        wanted = self._take_wanted()
         self._life.tick(self._clock())
-        self.on_step()
+        return StepEnd(wanted, self._rest(self.on_step()), self.superseded(), self._life.reset_done)
 
-    def rest(self) -> float:
+    def _rest(self, offered: float | None) -> float:
+        """Return the seconds for which nothing is due here unless a job or task ends.
+
+        Args:
+            offered: seconds for which the hook need not be called; None: it is called in every step.
+        """
         if self._coordination is not None:
             return 0.0  # Nobody announces the notices of other machines.
         calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
-        if not calm or not self.rests():
+        if not calm or offered is None:
             return 0.0
-        return REST_WITH_JOBS if self._jobs.running else math.inf
+        return min(offered, REST_WITH_JOBS) if self._jobs.running else offered
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._events.take()
@@ -333,17 +341,12 @@ class BlockTier(TierHooks, SecondaryTierManager):
     def drain(self, deadline: float) -> bool:
         return self._life.drain(deadline)
 
-    def reset(self, deadline: float, revision: str | None = None) -> bool:
-        return self._life.reset(deadline, revision)
-
-    def reset_done(self) -> bool:
-        return self._life.reset_done
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
+        return self._life.follow(deadline) if follow else self._life.reset(deadline, revision)
 
     def superseded(self) -> bool:
+        """Return True if the tier has to leave its epoch, once the manager has dropped all older blocks."""
         return self._life.successor is not None or self._life.outdated
-
-    def follow(self, deadline: float) -> bool:
-        return self._life.follow(deadline)
 
     def shutdown(self, deadline: float) -> bool:
         return self._life.shutdown(deadline)

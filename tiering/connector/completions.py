@@ -124,7 +124,7 @@ class Completions:
         state.stale_blocks = 0
         stored = [group.keys[: group.cursor] for group in state.groups]
         if any(stored):
-            self._manager.refresh(interleave(stored), state.ctx)
+            self._manager.touch(interleave(stored), state.ctx, False)
 
     def _distrust(self, unfilled: Collection[int]) -> None:
         """Fail the stores of blocks that loads of other connectors did not fill.

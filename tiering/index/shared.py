@@ -268,11 +268,8 @@ class SharedIndex(TierIndex):
             self._learn_absent(gone, now + self._absent_ttl)
         return gone
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
+    def touch(self, keys: Sequence[OffloadKey], used: bool = True) -> None:
         """Do nothing: no process sees all accesses of a shared medium, so there is no recency to keep."""
-
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        """Do nothing, as :meth:`touch`."""
 
     @property
     def late_lookups(self) -> int:

@@ -142,11 +142,8 @@ class SlotIndex(TierIndex):
         """Number of slots that can be written without evicting a block of this tier."""
         return self._table.free + self.states.foreign
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._stamp(self._table.touch(keys)[1])
-
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        self._stamp(self._table.refresh(keys)[1])
+    def touch(self, keys: Sequence[OffloadKey], used: bool = True) -> None:
+        self._stamp((self._table.touch(keys) if used else self._table.refresh(keys))[1])
 
     # ----------------------------------------------------------------------------------------------------------- stores
 

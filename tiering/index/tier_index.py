@@ -176,12 +176,13 @@ class TierIndex(ABC):
         """
 
     @abstractmethod
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that ``keys``, a prefix in its order, were used; unknown keys are ignored."""
+    def touch(self, keys: Sequence[OffloadKey], used: bool = True) -> None:
+        """Make ``keys``, a prefix in its order, recent; unknown keys are ignored.
 
-    @abstractmethod
-    def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        """Make ``keys``, a prefix in its order, recent without counting a use; unknown keys are ignored."""
+        Args:
+            keys: the blocks.
+            used: True (default) to count a use.
+        """
 
     @property
     def late_lookups(self) -> int:

@@ -20,7 +20,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import MAX_EVENTS
+from tiering.secondary.contract import MAX_EVENTS, StepEnd
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -119,6 +119,14 @@ def _wanted(answer: Any) -> list[OffloadKey]:
     return list(dict.fromkeys(islice(answer, count))) if count else []
 
 
+def _step_end(answer: object) -> StepEnd:
+    if answer is None:
+        return StepEnd()
+    if not isinstance(answer, StepEnd):
+        raise BreachError
+    return StepEnd(_wanted(answer.wanted), _seconds(answer.rest), truth(answer.superseded), truth(answer.reset_done))
+
+
 def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> list[int]:
     """Return the positions of the admitted keys; a tier that admits all of them returns None."""
     if answer is None:
@@ -146,7 +154,7 @@ TRUTH = Answer("True or False", truth)
 PREFIX = Answer("a PrefixAnswer for the keys that it was asked for", _prefix)
 POLICY = Answer("a RequestOffloadingContext", _policy)
 SECONDS = Answer("a number of seconds", _seconds)
-WANTED = Answer("a sequence of keys", _wanted)
+STEP_END = Answer("None or a StepEnd", _step_end)
 STATISTICS = Answer("TierStats with finite numbers", _statistics)
 
 _MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))

@@ -21,7 +21,7 @@ from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import HELD_FOR, JobResult, TransferJob
+from tiering.secondary.contract import HELD_FOR, JobResult, TierIntake, TransferJob
 
 _PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
@@ -126,7 +126,7 @@ class TierJobs:
             is_fill: True if the blocks were just promoted from a slower tier; default False.
         """
         serving = [state for state in states if state.in_service]
-        direct = [state for state in serving if state.direct]
+        direct = [state for state in serving if state.intake is None]
         if direct:
             self._primary.pin(rows, len(direct))
             # A tier must not change what the engine, the manager and the other tiers use as well.
@@ -137,19 +137,26 @@ class TierJobs:
                 self._submit_store(state, keys, rows, shared, ctx, now, is_fill=is_fill)
         if len(direct) < len(serving):
             for state in serving:
-                if not state.direct:
-                    self._offer(state, keys, rows, ctx, is_fill=is_fill)
+                if state.intake is not None:
+                    self._offer(state, state.intake, keys, rows, ctx, is_fill=is_fill)
 
     def _offer(
-        self, state: TierState, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext, *, is_fill: bool
+        self,
+        state: TierState,
+        intake: TierIntake,
+        keys: Sequence[OffloadKey],
+        rows: Rows,
+        ctx: ReqContext,
+        *,
+        is_fill: bool,
     ) -> None:
         """Submit those blocks that a tier admits and has credit for; queue the others that it admits."""
         queue = state.queue
         if queue and (new := queue.new(keys)) is not keys:
             keys, rows = new, self._rows_of(new)
-        if state.chooses and keys:
+        if keys:
             keys = tuple(keys)
-            chosen = self._ask(state, POSITIONS, state.tier.admit, keys, ctx, is_fill)
+            chosen = self._ask(state, POSITIONS, intake.admit, keys, ctx, is_fill)
             if chosen is None:
                 return
             if len(chosen) < len(keys):
@@ -158,9 +165,9 @@ class TierJobs:
             return
         now, count = self._clock(), 0
         if not queue:
-            if not state.takes_all and state.credit < len(keys):
-                self._ask_credit(state, len(keys))
-            count = len(keys) if state.takes_all else int(min(state.credit, len(keys)))
+            if state.credit < len(keys):
+                self._ask_credit(state, intake, len(keys))
+            count = int(min(state.credit, len(keys)))
         if count:
             state.credit -= count
             begun = rows[:count]
@@ -175,9 +182,9 @@ class TierJobs:
             state.has[waiting], state.settled_until[waiting] = False, math.inf
             self._broker.hold(state, waiting)
 
-    def _ask_credit(self, state: TierState, wanted: int) -> None:
+    def _ask_credit(self, state: TierState, intake: TierIntake, wanted: int) -> None:
         """Ask a tier for how many of ``wanted`` blocks it has credit until the end of the next step."""
-        state.credit = self._ask(state, CREDIT, state.tier.credit, wanted, 2 * self._broker.longest_step) or 0.0
+        state.credit = self._ask(state, CREDIT, intake.credit, wanted, 2 * self._broker.longest_step) or 0.0
 
     def pull(self) -> None:
         """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
@@ -191,7 +198,8 @@ class TierJobs:
             self._broker.begin_step(now)
 
     def _pull(self, state: TierState, now: float) -> None:
-        self._ask_credit(state, len(state.queue))
+        if state.intake is not None:
+            self._ask_credit(state, state.intake, len(state.queue))
         while state.queue and state.credit > 0 and state.in_service:
             ctx, is_fill, taken = state.queue.take(int(min(state.credit, len(state.queue))))
             keys, rows = tuple(taken), self._rows_of(taken)
@@ -458,7 +466,8 @@ class TierJobs:
             if number and state.in_service:
                 asked = tuple(keys if number == len(keys) else compress(keys, due.tolist()))
                 used = rows[due]
-                state.settled_until[used] = now + (self._ask(state, SECONDS, state.tier.used, asked, ctx) or 0.0)
+                settled = None if state.intake is None else self._ask(state, SECONDS, state.intake.used, asked, ctx)
+                state.settled_until[used] = math.inf if state.intake is None else now + (settled or 0.0)
                 state.has[used] = False
 
 

@@ -21,7 +21,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.api.transfer import CPULoadStoreSpec, Rows
+from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.answers import TRUTH
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
@@ -45,8 +45,6 @@ from tiering.secondary.contract import SecondaryTierManager
 _log = logging.getLogger("kv_tiering.manager")
 
 _order = attrgetter("order")
-_touch = attrgetter("touch")
-_refresh = attrgetter("refresh")
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -126,8 +124,10 @@ class TieringOffloadingManager(OffloadingManager):
         )
         self._steps = TierSteps(self._tiers, self._jobs)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
-        self._open_lookups = OpenLookups(self.news, all(tier.announces_news for tier in self.secondary_tiers), clock)
-        self._rest = Rest(self._tiers, self.news, clock)
+        self._open_lookups = OpenLookups(
+            self.news, all(tier.traits.announces_news for tier in self.secondary_tiers), clock
+        )
+        self._rest = Rest(self.news)
         self._requests = Requests(self._tiers, clock)
         self._known = self._requests.known
         if agreement is not None:
@@ -210,36 +210,18 @@ class TieringOffloadingManager(OffloadingManager):
         self._rest.until = None
         self.primary_tier.complete_load(keys, req_context)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._make_recent(self.primary_tier.touch_readable, _touch, keys, req_context)
-
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._make_recent(self.primary_tier.refresh_readable, _refresh, keys, req_context)
-
-    def _make_recent(
-        self,
-        in_primary: Callable[[Sequence[OffloadKey]], tuple[Sequence[OffloadKey], Rows]],
-        method_of: Callable[[SecondaryTierManager], Callable[..., None]],
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext,
-    ) -> None:
-        """Make blocks recent in all tiers of the request, and report the use of the readable ones.
-
-        Args:
-            in_primary: the primary tier's method, which returns the readable keys and their rows.
-            method_of: returns the same method of a secondary tier.
-            keys: the blocks.
-            req_context: the request.
-        """
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        """Make blocks recent in all tiers of the request, and report the use of the readable ones."""
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._rest.until = None
-        readable, rows = in_primary(keys)
+        primary = self.primary_tier
+        readable, rows = primary.touch_readable(keys) if used else primary.refresh_readable(keys)
         request = self._known.get(req_context.req_id)
         shared = tuple(keys) if self._states else ()  # a tier must not change the caller's keys
         for state in self._states if request is None else request.tiers:
             if state.in_service:
-                self._call(state, method_of(state.tier), shared, req_context)
+                self._call(state, state.tier.touch, shared, req_context, used)
         if len(rows):
             self._jobs.report_use(readable, rows, request, req_context)
 
@@ -353,7 +335,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._rest.until = None
         state = self._states[rank]
         opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
-        if self._tiers.ask(state, TRUTH, state.tier.superseded):
+        if self._tiers.end_step(state).superseded:
             self._follow(deadline)
             opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
         return opened
@@ -385,14 +367,13 @@ class TieringOffloadingManager(OffloadingManager):
         if self._promotions.queued:
             self._jobs.submit_promotions()
         self._jobs.pull()
-        if self._steps.end():
+        superseded, seconds = self._steps.end()
+        if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
-        # The tiers are asked last: the end of one tier's step may submit a job to another tier.
-        if not self._jobs.awaited and not self._promotions.queued:
-            self._rest.begin(
-                min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
-            )
+        if seconds > 0.0 and not self._jobs.awaited and not self._promotions.queued:
+            next_due = min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
+            rest.until = min(self._clock() + seconds, next_due)
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from tiering.api.keys import OffloadKey
-from tiering.manager.answers import PROCESS_ENDS, TRUTH, WANTED
 from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import TierJobs
+from tiering.manager.rest import LONGEST_REST
 from tiering.manager.tiers import SecondaryTiers
 
 
@@ -26,38 +23,24 @@ class TierSteps:
         self._states = tiers.states
         self._jobs = jobs
 
-    def end(self) -> bool:
-        """End the step of all tiers, and return True if the common epoch of one of them has a successor.
+    def end(self) -> tuple[bool, float]:
+        """End the step of all tiers.
 
-        A tier that raises is taken out of service, as by :meth:`SecondaryTiers.call`, which would cost three more calls
-        in every step.
+        Returns:
+            True if the common epoch of a tier has a successor, and the seconds for which all tiers rest.
         """
-        any_superseded = False
+        any_superseded, longest = False, LONGEST_REST
         for state in self._states:
-            if not state.in_service:
-                if state.resetting:
-                    self._tiers.end_reset(state)
+            if state.resetting:
+                self._tiers.end_reset(state)
+            elif state.in_service:
+                wanted, rest, superseded, _ = self._tiers.end_step(state)
+                longest = min(longest, rest)
+                if superseded:
+                    any_superseded, longest = True, 0.0
+                if wanted:
+                    self._jobs.cascade_held((state,), wanted, NOBODY)
+                    longest = 0.0
                 continue
-            tier = state.tier
-            method: Callable[[], object] = tier.take_wanted_keys
-            wanted: Sequence[OffloadKey] | None = ()
-            try:
-                answer = tier.take_wanted_keys()
-                if type(answer) not in (tuple, list) or answer:
-                    wanted = self._tiers.read(state, WANTED, method, answer)
-                    if wanted is None:
-                        continue
-                method = tier.on_schedule_end
-                tier.on_schedule_end()
-                method = tier.superseded
-                superseded = tier.superseded()
-            except PROCESS_ENDS:
-                raise
-            except BaseException as error:
-                self._tiers.retire_raising(state, method, error)
-                continue
-            if wanted:
-                self._jobs.cascade_held((state,), wanted, NOBODY)
-            if superseded is not False and self._tiers.read(state, TRUTH, method, superseded):
-                any_superseded = True
-        return any_superseded
+            longest = 0.0
+        return any_superseded, longest

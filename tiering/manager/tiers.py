@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import index
 from typing import Any, Self, TypeVar
 
@@ -16,14 +17,27 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.masking import shown
 from tiering.errors import ConfigError
-from tiering.manager.answers import PROCESS_ENDS, STATISTICS, TRUTH, Answer, BreachError, read_events, text_of, truth
+from tiering.manager.answers import (
+    PROCESS_ENDS,
+    STATISTICS,
+    STEP_END,
+    TRUTH,
+    Answer,
+    BreachError,
+    read_events,
+    text_of,
+    truth,
+)
 from tiering.manager.cascade_queue import CascadeQueue
 from tiering.manager.manager_stats import ManagerStats
-from tiering.secondary.contract import SecondaryTierManager
+from tiering.secondary.contract import SecondaryTierManager, StepEnd, TierIntake, TierTraits
 
 _log = logging.getLogger("kv_tiering.manager")
 
 _T = TypeVar("_T")
+
+_NOTHING = StepEnd()
+_PLAIN = frozenset((tuple, list))
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +48,7 @@ class TierState:
     rank: int
     """Position among the secondary tiers; 0 is the fastest."""
     name: str
-    """Attribute of the tier, as all attributes below up to ``fill``."""
+    """Attribute of the tier; the attributes below, up to ``fill``, are among its traits."""
     medium: str
     load_deadline: float | None
     store_deadline: float | None
@@ -53,12 +67,8 @@ class TierState:
 
     The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
     """
-    takes_all: bool
-    """True if the tier states no credit: each block is submitted as soon as it is readable."""
-    chooses: bool
-    """True if the tier has an admission of its own."""
-    direct: bool
-    """True if the tier states no credit and admits all: such tiers share the submission of a store."""
+    intake: TierIntake | None
+    """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     credit: float = 0.0
@@ -88,25 +98,24 @@ class TierState:
         Raises:
             ConfigError: an attribute of the tier has a value that its contract does not allow.
         """
-        takes_all = type(tier).credit is SecondaryTierManager.credit
-        chooses = type(tier).admit is not SecondaryTierManager.admit
-        share = _attribute(tier, "primary_share", "a number from 0 to 1", _share)
+        traits = _attribute(tier, tier, "traits", "a TierTraits", partial(_instance, TierTraits))
+        share = _attribute(tier, traits, "primary_share", "a number from 0 to 1", _share)
         return cls(
             tier,
             rank,
-            name=_attribute(tier, "name", "a text", _text),
-            medium=_attribute(tier, "medium", "a text", _text),
-            load_deadline=_attribute(tier, "load_deadline", "a positive number of seconds or None", _limit),
-            store_deadline=_attribute(tier, "store_deadline", "a positive number of seconds or None", _limit),
-            max_load_blocks=_attribute(tier, "max_load_blocks", "a positive whole number or None", _optional_count),
-            min_prefix_blocks=_attribute(tier, "min_prefix_blocks", "a positive whole number", _count),
-            fill=_attribute(tier, "fill", "True or False", truth),
+            name=_attribute(tier, tier, "name", "a text", partial(_instance, str)),
+            medium=_attribute(tier, traits, "medium", "a text", partial(_instance, str)),
+            load_deadline=_attribute(tier, traits, "load_deadline", "a positive number of seconds or None", _limit),
+            store_deadline=_attribute(tier, traits, "store_deadline", "a positive number of seconds or None", _limit),
+            max_load_blocks=_attribute(
+                tier, traits, "max_load_blocks", "a positive whole number or None", _optional_count
+            ),
+            min_prefix_blocks=_attribute(tier, traits, "min_prefix_blocks", "a positive whole number", _count),
+            fill=_attribute(tier, traits, "fill", "True or False", truth),
             max_loading_rows=max(1, int(share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            takes_all=takes_all,
-            chooses=chooses,
-            direct=takes_all and not chooses,
+            intake=_attribute(tier, traits, "intake", "a TierIntake or None", _intake),
         )
 
     def deadline(self, now: float) -> float:
@@ -115,11 +124,12 @@ class TierState:
         return math.inf if limit is None else now + limit
 
 
-def _attribute(tier: SecondaryTierManager, name: str, expected: str, read: Callable[[Any], _T]) -> _T:
-    """Return an attribute of a tier.
+def _attribute(tier: SecondaryTierManager, owner: object, name: str, expected: str, read: Callable[[Any], _T]) -> _T:
+    """Return an attribute of a tier or of its traits.
 
     Args:
         tier: the tier.
+        owner: the object with the attribute.
         name: name of the attribute.
         expected: description of the allowed values.
         read: function that converts the value, and raises anything if the value is not allowed.
@@ -129,7 +139,7 @@ def _attribute(tier: SecondaryTierManager, name: str, expected: str, read: Calla
     """
     value: object = None
     try:
-        value = getattr(tier, name)
+        value = getattr(owner, name)
         return read(value)
     except Exception as error:
         raise ConfigError(
@@ -154,10 +164,14 @@ def _check_names(names: Sequence[str]) -> None:
         taken[name] = f"secondary_tiers[{rank}]"
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
+def _instance(kind: type[_T], value: object) -> _T:
+    if not isinstance(value, kind):
         raise BreachError
     return value
+
+
+def _intake(value: object) -> TierIntake | None:
+    return None if value is None else _instance(TierIntake, value)
 
 
 def _share(value: float) -> float:
@@ -289,8 +303,8 @@ class SecondaryTiers:
 
     def leave_queue(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
         """Note that ``keys`` have left a tier's queue unstored, and end the requests without further blocks."""
-        if keys and state.in_service:
-            self.call(state, state.tier.not_stored, tuple(keys))
+        if keys and state.in_service and state.intake is not None:
+            self.call(state, state.intake.not_stored, tuple(keys))
         self.end_requests(state)
 
     def end_requests(self, state: TierState) -> None:
@@ -332,13 +346,29 @@ class SecondaryTiers:
             _log.error("tier %s is out of service until a restart: %s", state.name, reason, exc_info=exc_info)
             self._on_retired(state)
 
+    def end_step(self, state: TierState) -> StepEnd:
+        """End the step of a tier, and return its state; the default state if the tier breaks its contract."""
+        method = state.tier.on_schedule_end
+        try:
+            end = method()
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            self.retire_raising(state, method, error)
+            return _NOTHING
+        if type(end) is StepEnd:
+            wanted, rest, superseded, _ = end
+            # Most steps end here, without a further call.
+            if type(wanted) in _PLAIN and not wanted and type(rest) is float and rest >= 0.0 and superseded is False:
+                return end
+        return self.read(state, STEP_END, method, end) or _NOTHING
+
     def end_reset(self, state: TierState) -> None:
         """Return a tier to service if its medium has confirmed the reset by the end of this step.
 
         The tier may need steps to complete its reset, for example to find that its directory is gone.
         """
-        self.call(state, state.tier.on_schedule_end)
-        if state.resetting and self.ask(state, TRUTH, state.tier.reset_done):
+        if self.end_step(state).reset_done is True and state.resetting:
             state.in_service, state.resetting = True, False
             _log.warning("tier %s has completed its reset and is in service again", state.name)
 
@@ -363,11 +393,12 @@ class SecondaryTiers:
     def follow(self, deadline: float) -> None:
         """Let all tiers leave the blocks stored before, because a new common epoch has begun in one of them.
 
-        Tiers that do not confirm until ``deadline`` return to service in a later step.
+        Tiers that do not confirm until ``deadline`` return to service in a later step. The primary tier is empty, so
+        that no block is offered that a tier may want.
         """
         for state in self.states:
-            self._reset(state, state.tier.follow, deadline)
-            if state.in_service and self.ask(state, TRUTH, state.tier.superseded):
+            self._reset(state, state.tier.reset, deadline, None, True)
+            if state.in_service and self.end_step(state).superseded:
                 self.retire(state, "it did not enter the new common epoch that it reported")
 
     def _reset(self, state: TierState, reset: Callable[..., object], *arguments: object) -> bool:

@@ -115,7 +115,7 @@ class _Steps:
         """
         self._step = step
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        announced = all(tier.announces_news for tier in manager.secondary_tiers)
+        announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
         self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
         self.done = False
 

@@ -220,11 +220,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
         return PrefixMatch(held, held >= at_least)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.touch_readable(keys)
-
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.refresh_readable(keys)
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        (self.touch_readable if used else self.refresh_readable)(keys)
 
     # ------------------------------------------------------------------------------------------------------------- load
 

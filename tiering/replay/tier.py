@@ -39,7 +39,6 @@ class SimulatedBlockTier(BlockTier):
         self._out_of_service = 0.0
         self._out_since: float | None = None
         super().__init__(context, options, io.store, index, place_prefix=place_prefix, io=io)
-        self.announces_news = False  # The simulated I/O side announces nothing, and nobody waits for it.
 
     def submit_load(self, job: TransferJob) -> None:
         submitted = self._simulated.loads.jobs

@@ -23,7 +23,7 @@ def inert_in_children(owner: object, inert: type) -> None:
 
     Args:
         owner: the object that owns resources of this process.
-        inert: class whose methods replace those of ``owner``.
+        inert: class whose public methods, inherited ones too, replace those of ``owner``.
     """
     _owners[owner] = inert
 
@@ -31,7 +31,9 @@ def inert_in_children(owner: object, inert: type) -> None:
 def _after_fork() -> None:
     for owner, inert in list(_owners.items()):
         kind = type(owner)
-        methods = {name: method for name, method in vars(inert).items() if not name.startswith("__")}
+        methods = {
+            name: getattr(inert, name) for name in dir(inert) if callable(getattr(inert, name)) and name[0] != "_"
+        }
         owner.__class__ = types.new_class(f"Forked{kind.__name__}", (kind,), exec_body=partial(_fill, methods))
     _owners.clear()
 

@@ -81,9 +81,6 @@ MAX_EVENTS = 100_000
 """Largest number of events that :meth:`SecondaryTierManager.take_events` may return at once."""
 
 
-_BLOCK_LEVEL = RequestOffloadingContext()
-
-
 class PrefixAnswer(NamedTuple):
     """Result of a lookup of a prefix."""
 
@@ -91,6 +88,33 @@ class PrefixAnswer(NamedTuple):
     """Number of leading keys that the tier holds."""
     undecided: bool
     """True if the tier does not know yet whether it holds the key after the held ones."""
+
+
+class StepEnd(NamedTuple):
+    """State of a tier at the end of a step; each field has a harmless default."""
+
+    wanted: Sequence[OffloadKey] = ()
+    """Keys, each once, that the tier lacks and would store now; default: none.
+
+    The manager offers those that are still resident in the primary tier. A tier may want keys that its admission
+    declined before, and keys in use (:meth:`TierIntake.used`).
+    """
+    rest: float = 0.0
+    """Seconds for which the ends of steps may leave this tier out; default 0: it is called in every step.
+
+    If all tiers rest, the manager calls no tier at the ends of the next steps. The rest ends with the time, with an
+    announcement of any tier, and with any other use of the manager. It never lasts longer than
+    :data:`tiering.manager.rest.LONGEST_REST`. A tier may rest only if it announces whatever the manager would collect
+    (:attr:`TierTraits.announces_news`), and if it has no result now that was not announced.
+    """
+    superseded: bool = False
+    """True if the common epoch has a successor that this tier has not entered; default False.
+
+    The manager then empties the primary tier and resets all tiers with ``follow``. Until then the tier stays in its
+    epoch.
+    """
+    reset_done: bool = False
+    """True once the invalidation by a reset that was not certain at once is certain; default False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +145,93 @@ class TierContext:
     """Common epochs that the shared tiers of the stack have met; one instance for all tiers of a manager."""
 
 
+class TierIntake:
+    """Part of a tier that chooses its blocks or may be slower than the engine.
+
+    Each method has a default, by which the tier gets all blocks at once.
+    """
+
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        """Return the positions of the keys that the tier wants to store, in order; None (default): all.
+
+        The manager calls this method once, when the blocks become readable. A tier with a limited :meth:`credit` gets
+        admitted blocks later, or never if their rows are needed before (:meth:`not_stored`).
+
+        Args:
+            keys: the blocks, in the order of the prefix.
+            req_context: the request that the blocks are stored for.
+            is_fill: True if the blocks were just promoted from a slower tier.
+        """
+        return None
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        """Return the number of further blocks that may be submitted now; None (default): any number.
+
+        Blocks beyond the credit wait in a queue of the manager, without a row that could not be taken from them. The
+        credit should keep the medium busy for ``seconds``, until the manager asks again.
+
+        Args:
+            wanted: number of blocks that wait; a larger credit is of no use now.
+            seconds: duration of two steps of the engine.
+        """
+        return None
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys``, which :meth:`admit` has admitted, lost their rows in the manager's queue."""
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        """Record that a request which may store used ``keys``, and return when to call again.
+
+        All keys are readable in the primary tier. At the end of a step, the tier may want the keys that it lacks
+        (:attr:`StepEnd.wanted`).
+
+        Returns:
+            Seconds during which this method need not be called for these keys; 0 to be called at their next use.
+        """
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraits:
+    """Properties of a tier, and the parts of the contract that it takes; the manager reads them once."""
+
+    medium: str = ""
+    """Name of the medium in metrics: "DISK", "OBJECT", ..."""
+    load_deadline: float | None = 30.0
+    """Seconds until the manager stops waiting for a load; default 30, None for no limit.
+
+    After the deadline the keys are misses. The tier still reports the job later.
+    """
+    store_deadline: float | None = None
+    """Seconds after which an idle engine no longer steps for a store; default: ``load_deadline``."""
+    primary_share: float = 0.5
+    """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
+
+    Loads that are past their deadline count as running.
+    """
+    max_load_blocks: int | None = None
+    """Largest number of blocks of one load job; None (default): no limit.
+
+    The manager submits a longer load as several jobs, so that the blocks that arrived before the deadline count.
+    """
+    min_prefix_blocks: int = 1
+    """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
+    fill: bool = True
+    """True (default) if blocks promoted from a slower tier are offered to this tier."""
+    announces_news: bool = False
+    """True if the tier announces new results of :meth:`~SecondaryTierManager.get_finished`; default False.
+
+    The tier announces them with ``context.news.announce()``. Without announcements, waiting callers poll more often.
+    """
+    intake: TierIntake | None = None
+    """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
+
+
 class SecondaryTierManager(ABC):
     """One secondary tier, as the manager uses it.
 
-    Every tier must keep these guarantees:
+    A tier defines :meth:`lookup`, :meth:`submit_store`, :meth:`submit_load`, :meth:`get_finished` and its traits. All
+    other methods have defaults. Every tier must keep these guarantees:
 
     - :meth:`get_finished` reports every job exactly once, when the tier no longer touches any of the job's rows. This
       includes jobs that failed or never started.
@@ -132,49 +239,17 @@ class SecondaryTierManager(ABC):
     - No method raises because of the medium. A tier in trouble answers lookups with False and fails jobs.
 
     A tier that raises, or returns what a method does not allow, is out of service until a restart. The log says which
-    method it was, and what it returned. The manager reads the attributes once, when it is created.
+    method it was, and what it returned.
     """
 
-    medium: str = ""
-    """Name of the medium in metrics: "DISK", "OBJECT", ..."""
+    name: str
+    """Name of the tier in metrics, logs and a request's ``tiers``; unique in a stack, and read once."""
 
-    name: str = ""
-    """Name of the tier in metrics, logs and a request's ``tiers``; unique in a stack."""
-
-    load_deadline: float | None = 30.0
-    """Seconds until the manager stops waiting for a load; default 30, None for no limit.
-
-    After the deadline the keys are misses. The tier still reports the job later.
-    """
-
-    store_deadline: float | None = None
-    """Seconds after which an idle engine no longer steps for a store; default: ``load_deadline``."""
-
-    primary_share: float = 0.5
-    """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
-
-    Loads that are past their deadline count as running.
-    """
-
-    max_load_blocks: int | None = None
-    """Largest number of blocks of one load job; None (default): no limit.
-
-    The manager submits a longer load as several jobs, so that the blocks that arrived before the deadline count.
-    """
-
-    min_prefix_blocks: int = 1
-    """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
+    traits: TierTraits
+    """Properties of the tier."""
 
     open_error: BaseException | None = None
     """Reason why the medium could not be opened in the last attempt; default None."""
-    announces_news: bool = False
-    """True if the tier announces new results of :meth:`get_finished`; default False.
-
-    The tier announces them with ``context.news.announce()``. Without announcements, waiting callers poll more often.
-    """
-
-    fill: bool = True
-    """True (default) if blocks promoted from a slower tier are offered to this tier."""
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
@@ -205,33 +280,7 @@ class SecondaryTierManager(ABC):
             return PrefixAnswer(held, answer is None)
         return PrefixAnswer(len(keys), False)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
-    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
-        """Return the positions of the keys that the tier wants to store, in order; None (default): all.
-
-        The manager calls this method once, when the blocks become readable. A tier with a limited :meth:`credit` gets
-        admitted blocks later, or never if their rows are needed before (:meth:`not_stored`).
-
-        Args:
-            keys: the blocks, in the order of the prefix.
-            req_context: the request that the blocks are stored for.
-            is_fill: True if the blocks were just promoted from a slower tier.
-        """
-        return None
-
-    def credit(self, wanted: int, seconds: float) -> int | None:
-        """Return the number of further blocks that may be submitted now; None (default): any number.
-
-        Blocks beyond the credit wait in a queue of the manager, without a row that could not be taken from them. The
-        credit should keep the medium busy for ``seconds``, until the manager asks again. A tier that does not override
-        this method gets each block as soon as it is readable.
-
-        Args:
-            wanted: number of blocks that wait; a larger credit is of no use now.
-            seconds: duration of two steps of the engine.
-        """
-        return None
+    # -------------------------------------------------------------------------------------------------------- transfers
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
@@ -250,59 +299,28 @@ class SecondaryTierManager(ABC):
 
     # -------------------------------------------------------------------------------------- notices (harmless defaults)
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Record that a request used ``keys``, a prefix in its order; its first key is the most recent."""
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        """Make ``keys``, a prefix in its order, recent; its first key is the most recent.
 
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Make ``keys``, a prefix in its order, recent as :meth:`touch` does, without counting a use.
-
-        The default counts a use.
+        Args:
+            keys: the blocks.
+            req_context: the request.
+            used: True (default) if the request used the blocks; False if it has only stored them.
         """
-        self.touch(keys, req_context)
-
-    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
-        """Record that a request which may store used ``keys``, and return when to call again.
-
-        All keys are readable in the primary tier. The tier may request the keys that it lacks with
-        :meth:`take_wanted_keys`.
-
-        Returns:
-            Seconds during which this method need not be called for these keys; 0 to be called at their next use.
-        """
-        return math.inf
-
-    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that ``keys``, which :meth:`admit` has admitted, lost their rows in the manager's queue."""
-
-    def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        """Return keys, each once, that the tier lacks and would store now.
-
-        Admission declined these keys before, or they are in use (:meth:`used`) and the tier lacks them. The manager
-        stores those that are still resident in the primary tier.
-        """
-        return ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return the offloading policy for a request that begins."""
-        return _BLOCK_LEVEL
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget a request that has ended: no job for it follows."""
 
-    def on_schedule_end(self) -> None:
-        """End a step: the place to submit batched messages to the I/O side."""
+    def on_schedule_end(self) -> StepEnd | None:
+        """End a step, and return the tier's state; None: the default state.
 
-    def rest(self) -> float:
-        """Return the seconds for which the ends of steps may leave this tier out.
-
-        The manager asks at the end of a step. If all tiers rest, it calls no tier at the ends of the next steps. The
-        rest ends with the time, with an announcement of any tier, and with any other use of the manager. It never lasts
-        longer than :data:`tiering.manager.rest.LONGEST_REST`.
-
-        A tier may rest only if it announces whatever the manager would collect (:attr:`announces_news`), and if it has
-        no result now that was not announced. The default is 0: the tier is called in every step.
+        This is the place to submit batched messages to the I/O side.
         """
-        return 0.0
+        return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return this medium's events since the last call, in an order that a consumer can apply.
@@ -311,15 +329,11 @@ class SecondaryTierManager(ABC):
         """
         return ()
 
-    def has_pending_work(self) -> bool:
-        """Return True while there are jobs that :meth:`get_finished` has not reported."""
-        return False
-
     def get_stats(self) -> TierStats:
         """Return counters since the start and present gauges."""
         return TierStats()
 
-    # --------------------------------------------------------------------------------------- may block until `deadline`
+    # ------------------------------------------------------------------------ life (may block until `deadline`)
 
     def open(self, deadline: float) -> bool:
         """Make the tier ready, waiting at most until ``deadline``, and return True if it is in service.
@@ -332,11 +346,11 @@ class SecondaryTierManager(ABC):
     def drain(self, deadline: float) -> bool:
         """Wait at most until ``deadline`` for all jobs to end, and return True if none is in flight.
 
-        ``deadline`` is on the tier's clock.
+        ``deadline`` is on the tier's clock. The default waits for nothing.
         """
-        return not self.has_pending_work()
+        return True
 
-    def reset(self, deadline: float, revision: str | None = None) -> bool:
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
         """Invalidate every block stored before this call, also for later processes that use the medium.
 
         The tier never again answers lookups for these blocks or serves them, also after a restart of the process. Jobs
@@ -344,46 +358,18 @@ class SecondaryTierManager(ABC):
         epoch: blocks of other processes remain, and a restart may find them again.
 
         Args:
-            deadline: time on the tier's clock until which the call may block.
+            deadline: time on the tier's clock until which the call may block. While the engine runs and ``follow`` is
+                True, it has passed.
             revision: text that names the weights from now on. Tiers with the same text share their blocks on a shared
                 medium. Without it (the default), blocks stored from now on are for this process alone.
+            follow: True if the common epoch of a tier has a successor; default False. A tier that is
+                :attr:`~StepEnd.superseded` enters the new common epoch. Another tier of a shared medium may keep its
+                common epoch once it knows that this epoch has no successor. All other tiers reset as always.
 
         Returns:
-            True if the invalidation is certain. False: the tier is out of service until :meth:`reset_done` returns
-            True.
+            True if the invalidation is certain. False: the tier is out of service until :attr:`StepEnd.reset_done`.
         """
         return False
-
-    def reset_done(self) -> bool:
-        """Return True once the invalidation by a :meth:`reset` that returned False is certain.
-
-        Returns at once. The manager calls this method once per step.
-        """
-        return False
-
-    def superseded(self) -> bool:
-        """Return True if the common epoch of a shared medium has a successor that this tier has not entered.
-
-        Returns at once. The manager calls this method once per step, but for steps in which the tiers rest. It then
-        empties the primary tier and calls :meth:`follow` of all tiers. Until then the tier stays in its epoch.
-        """
-        return False
-
-    def follow(self, deadline: float) -> bool:
-        """Invalidate every block stored before this call, because the common epoch of a tier has a successor.
-
-        A tier that is :meth:`superseded` enters the new common epoch. Another tier of a shared medium may keep its
-        common epoch once it knows that this epoch has no successor. All other tiers do what :meth:`reset` does, which
-        is the default.
-
-        Args:
-            deadline: time on the tier's clock until which the call may block. While the engine runs, it has passed.
-
-        Returns:
-            True if the invalidation is certain. False: the tier is out of service until :meth:`reset_done` returns
-            True.
-        """
-        return self.reset(deadline)
 
     def shutdown(self, deadline: float) -> bool:
         """Shut the tier down until ``deadline``, and return True if it no longer touches the primary rows.

@@ -8,18 +8,23 @@ from dataclasses import dataclass, field
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import JobResult, SecondaryTierManager, TransferJob
+from tiering.secondary.contract import (
+    JobResult,
+    SecondaryTierManager,
+    StepEnd,
+    TierIntake,
+    TierTraits,
+    TransferJob,
+)
 
 
 @dataclass
-class FakeTier(SecondaryTierManager):
+class FakeTier(TierIntake, SecondaryTierManager):
     """A tier that a test controls step by step; no bytes are moved.
 
-    Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time, but a manager reads the
-    name, and ``load_deadline`` to ``fill``, only once, when it is created.
+    Jobs stay open until :meth:`finish` ends them. The attributes may be changed at any time, but the name, and
+    ``load_deadline`` to ``takes_all``, only count when the tier is created.
     """
-
-    medium = "FAKE"
 
     name: str = "fake"
     """Name of the tier."""
@@ -41,6 +46,8 @@ class FakeTier(SecondaryTierManager):
     """Smallest number of blocks that a load is worth; default 1."""
     fill: bool = True
     """True if the tier takes blocks that a slower tier has delivered; default True."""
+    takes_all: bool = False
+    """True if the tier has no intake of its own; default False."""
     stores: list[TransferJob] = field(default_factory=list)
     """Stores that have not ended."""
     loads: list[TransferJob] = field(default_factory=list)
@@ -50,7 +57,7 @@ class FakeTier(SecondaryTierManager):
     log: list[tuple[str, object]] = field(default_factory=list)
     """Calls, in order: the method's name, and the argument that tells the calls apart."""
     wanted: list[OffloadKey] = field(default_factory=list)
-    """Keys that the next :meth:`take_wanted_keys` returns."""
+    """Keys that the tier wants at the end of the next step."""
     resets: bool = True
     """True if :meth:`reset` succeeds at once; default True."""
     reset_later: bool = False
@@ -58,7 +65,7 @@ class FakeTier(SecondaryTierManager):
     revision: str | None = None
     """Revision that the last reset was called with."""
     has_successor: bool = False
-    """True if the tier's common epoch has a successor; :meth:`follow` enters it. Default False."""
+    """True if the tier's common epoch has a successor, which :meth:`reset` enters; default False."""
     stops: bool = True
     """True if :meth:`shutdown` succeeds; default True."""
     raises: set[str] = field(default_factory=set)
@@ -75,8 +82,22 @@ class FakeTier(SecondaryTierManager):
     """Keys that admission admits; default None: all."""
     resting: float = 0.0
     """Seconds for which the tier offers to rest; default 0."""
+    medium: str = "FAKE"
+    """Name of the medium."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
+
+    def __post_init__(self) -> None:
+        self.traits = TierTraits(
+            self.medium,
+            self.load_deadline,
+            self.store_deadline,
+            self.primary_share,
+            self.max_load_blocks,
+            self.min_prefix_blocks,
+            self.fill,
+            intake=None if self.takes_all else self,
+        )
 
     def _enter(self, method: str, argument: object = None) -> None:
         self.log.append((method, argument))
@@ -140,19 +161,12 @@ class FakeTier(SecondaryTierManager):
         results, self.results = self.results, []
         return results
 
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._enter("touch", list(keys))
-
-    def refresh(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._enter("refresh", list(keys))
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        self._enter("touch" if used else "refresh", list(keys))
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         self._enter("used", list(keys))
         return self.settled
-
-    def take_wanted_keys(self) -> Sequence[OffloadKey]:
-        wanted, self.wanted = self.wanted, []
-        return wanted
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._enter("on_new_request", req_context.req_id)
@@ -161,34 +175,19 @@ class FakeTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._enter("on_request_finished", req_context.req_id)
 
-    def on_schedule_end(self) -> None:
+    def on_schedule_end(self) -> StepEnd:
         self._enter("on_schedule_end")
-
-    def rest(self) -> float:
-        return self.resting
+        wanted, self.wanted = self.wanted, []
+        return StepEnd(wanted, self.resting, self.has_successor, self.reset_later)
 
     def drain(self, deadline: float) -> bool:
         self._enter("drain", deadline)
         return not self.stores and not self.loads
 
-    def reset(self, deadline: float, revision: str | None = None) -> bool:
-        self._enter("reset", deadline)
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
+        self._enter("follow" if follow else "reset", deadline)
+        self.has_successor = self.has_successor and not follow
         self.revision = revision
-        if self.resets:
-            self.held.clear()
-        return self.resets
-
-    def reset_done(self) -> bool:
-        return self.reset_later
-
-    def superseded(self) -> bool:
-        if "superseded" in self.raises:
-            raise RuntimeError("told to raise in superseded")
-        return self.has_successor
-
-    def follow(self, deadline: float) -> bool:
-        self._enter("follow", deadline)
-        self.has_successor = False
         if self.resets:
             self.held.clear()
         return self.resets

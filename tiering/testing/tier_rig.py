@@ -15,7 +15,14 @@ import numpy as np
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
-from tiering.secondary.contract import JobResult, SecondaryTierManager, TierContext, TransferJob
+from tiering.secondary.contract import (
+    JobResult,
+    SecondaryTierManager,
+    StepEnd,
+    TierContext,
+    TierIntake,
+    TransferJob,
+)
 from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 
@@ -79,6 +86,8 @@ class TierRig:
         """The context that the tier was made with."""
         self.tier = make_tier(self.context)
         """The tier under test."""
+        self.intake = self.tier.traits.intake or TierIntake()
+        """The part of the tier that chooses its blocks; without one, it takes all."""
         self.results: list[JobResult] = []
         """Results of all jobs so far."""
         self._jobs = 0
@@ -127,6 +136,10 @@ class TierRig:
         self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST, self.context.clock()))
         return self._jobs
 
+    def step(self) -> StepEnd:
+        """End a step, and return the tier's state."""
+        return self.tier.on_schedule_end() or StepEnd()
+
     def wait(self, predicate: Callable[[], object]) -> None:
         """Run steps until ``predicate()`` holds.
 
@@ -140,8 +153,7 @@ class TierRig:
             if results and resting_since is not None:
                 self._wait_for_announcement(resting_since)
             self.results += results
-            self.tier.on_schedule_end()
-            resting_since = heard if self.tier.rest() else None
+            resting_since = heard if self.step().rest else None
             if predicate():
                 return
             if time.monotonic() >= end:
@@ -162,11 +174,11 @@ class TierRig:
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Store those of ``keys`` that the tier admits, as it has credit for them, and return those stored."""
         stored: list[OffloadKey] = []
-        admitted = self.tier.admit(tuple(keys), REQUEST, False)
+        admitted = self.intake.admit(tuple(keys), REQUEST, False)
         left = list(keys) if admitted is None else [keys[position] for position in admitted]
         while left:
-            self.wait(lambda: self.tier.credit(len(left), 0.0) != 0)
-            credit = self.tier.credit(len(left), 0.0)
+            self.wait(lambda: self.intake.credit(len(left), 0.0) != 0)
+            credit = self.intake.credit(len(left), 0.0)
             count = len(left) if credit is None else min(credit, len(left))
             stored += self.stored(self.submit_store(left[:count]))
             del left[:count]

@@ -105,7 +105,7 @@ class TierTests(ABC):
         for job_id in stores:
             rig.result(job_id)
         loads = [rig.submit_load(K[n : n + 4], first_row=32 + n) for n in range(0, 24, 4)]
-        rig.wait(lambda: not rig.tier.has_pending_work())
+        rig.wait(lambda: len(rig.results) == len(stores + loads))
         rig.tier.drain(time.monotonic() + PATIENCE_SECONDS)
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
@@ -114,32 +114,32 @@ class TierTests(ABC):
 
     def test_admission_names_positions_of_the_keys_and_leaves_them_as_they_are(self, rig: TierRig) -> None:
         keys = tuple(K[:8])
-        admitted = rig.tier.admit(keys, REQUEST, False)
+        admitted = rig.intake.admit(keys, REQUEST, False)
         assert admitted is None or list(admitted) == sorted(set(admitted).intersection(range(8)))
-        assert rig.tier.admit((), REQUEST, False) in (None, [], ())
+        assert rig.intake.admit((), REQUEST, False) in (None, [], ())
 
     def test_stores_within_the_credit_are_taken_and_give_the_credit_back(self, rig: TierRig) -> None:
         """The manager submits no more blocks than the credit, and asks again later."""
         left, stored = list(K), []
         jobs: list[int] = []
         while left:
-            rig.wait(lambda: rig.tier.credit(1000, 0.1) != 0)
-            credit = rig.tier.credit(1000, 0.1)
+            rig.wait(lambda: rig.intake.credit(1000, 0.1) != 0)
+            credit = rig.intake.credit(1000, 0.1)
             count = len(left) if credit is None else min(credit, len(left), 5)
             jobs.append(rig.submit_store(left[:count], first_row=len(K) - len(left)))
-            after = rig.tier.credit(1000, 0.1)
+            after = rig.intake.credit(1000, 0.1)
             assert after is None or after >= 0
             del left[:count]
         for job_id in jobs:
             stored += rig.stored(job_id)
         assert stored == K
         assert rig.load(K) == K
-        rig.wait(lambda: rig.tier.credit(1000, 0.1) != 0)
+        rig.wait(lambda: rig.intake.credit(1000, 0.1) != 0)
 
     def test_blocks_that_left_the_queue_can_be_offered_again(self, rig: TierRig) -> None:
-        rig.tier.not_stored(tuple(K[:4]))
+        rig.intake.not_stored(tuple(K[:4]))
         assert rig.lookup(K[:4]) == 0
-        assert rig.tier.admit(tuple(K[:4]), REQUEST, False) in (None, [0, 1, 2, 3])
+        assert rig.intake.admit(tuple(K[:4]), REQUEST, False) in (None, [0, 1, 2, 3])
         assert rig.store(K[:4]) == K[:4]
 
     # ------------------------------------------------------------------------------------ media altered behind its back
@@ -296,7 +296,7 @@ class TierTests(ABC):
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys(jobs, 1)
         assert rig.close()
-        assert not rig.tier.has_pending_work()
+        assert not list(rig.tier.get_finished())
 
     def test_after_shutdown_jobs_fail_and_lookups_say_no(self, rig: TierRig) -> None:
         rig.store(K[:2])

@@ -8,6 +8,7 @@ The results are merged into the index here, in bounded pieces per step.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -182,7 +183,7 @@ class LocalTier(BlockTier):
         # Until a checkpoint of this epoch is written, a restart would have to read every header.
         self._checkpoints.request()
 
-    def on_step(self) -> None:
+    def on_step(self) -> float:
         feed, now = self._feed, self._clock()
         recovers = feed.active
         if recovers:
@@ -191,13 +192,13 @@ class LocalTier(BlockTier):
         if now >= self._closing.due:
             self._closing.tick(now)
         if self._closing_down:
-            return
+            return 0.0
         if self._life.namespace is None:
             if self.opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
                 self._inspections.wanted = True
                 self._inspections.tick(now)
-            return
+            return 0.0
         breakers = self.io.breakers
         self._bad_slots.tick(now)
         fails = breakers.reads.state is not BreakerState.CLOSED or breakers.writes.state is not BreakerState.CLOSED
@@ -209,9 +210,7 @@ class LocalTier(BlockTier):
         # While recovery runs, the index does not have all blocks.
         if not recovers and (self._checkpoints.running or now >= self._checkpoints.due):
             self._checkpoints.tick(now)
-
-    def rests(self) -> bool:
-        return not (self._feed.active or self._starting_over or self._checkpoints.copying)
+        return 0.0 if recovers or self._starting_over or self._checkpoints.copying else math.inf
 
     def retire(self, places: Sequence[Place]) -> None:
         super().retire(places)

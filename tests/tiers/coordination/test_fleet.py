@@ -81,11 +81,11 @@ class TestGains:
 
         def all_wanted() -> bool:
             two.results += two.tier.get_finished()
-            wanted.extend(two.tier.take_wanted_keys())
+            wanted.extend(two.step().wanted)
             return wanted == K[:4]
 
         assert until(all_wanted)
-        assert not one.tier.take_wanted_keys()
+        assert not one.step().wanted
         assert two.store(K[:4]) == K[:4]
 
     def test_the_blocks_of_machines_without_coordination_are_found(self, fleet: Fleet) -> None:

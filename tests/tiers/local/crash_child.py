@@ -82,4 +82,4 @@ def run_resets(path: str, seed: int, first: int, connection: Connection) -> None
         if rig.tier.reset(rig.context.clock() + rng.choice([0.0, 5.0])):
             connection.send(("reset", number))
         else:
-            rig.wait(rig.tier.reset_done)
+            rig.wait(lambda: rig.step().reset_done)

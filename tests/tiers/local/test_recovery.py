@@ -178,9 +178,9 @@ def test_a_tier_rests_only_when_all_recovered_blocks_are_merged(
         rig = LocalRig(tmp_path)
         super(LocalRig, rig).open()
         rig.wait(lambda: rig.tier._feed._batches)
-        assert rig.tier.rest() == 0
+        assert rig.step().rest == 0
     rig.wait(lambda: not rig.tier.recovering)
-    rig.wait(lambda: rig.tier.rest() > 0)
+    rig.wait(lambda: rig.step().rest > 0)
     rig.close()
 
 
@@ -188,12 +188,12 @@ def test_a_tier_rests_only_when_a_checkpoint_is_copied(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoints_module, "SLICE_SLOTS", 1)
     with opened(tmp_path) as rig:
         rig.store(K[:20])
-        rig.wait(lambda: rig.tier.rest() > 0)
+        rig.wait(lambda: rig.step().rest > 0)
         rig.tier.request_checkpoint()
         rig.wait(lambda: rig.tier._checkpoints.copying)
-        assert rig.tier.rest() == 0
+        assert rig.step().rest == 0
         rig.wait(lambda: not rig.tier.checkpoint_pending)
-        rig.wait(lambda: rig.tier.rest() > 0)
+        rig.wait(lambda: rig.step().rest > 0)
 
 
 def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_tier_whose_directory_went_away_before_a_reset_comes_back(
         done = rig.tier.reset(rig.context.clock() + 20)
         # Missing documents count as removed only in the directory that the tier opened.
         assert done is ((part, gone) == ("kv/documents", "removed"))
-        rig.wait(lambda: rig.tier.reset_done() and rig.store(K[8:16]) == K[8:16])
+        rig.wait(lambda: rig.step().reset_done and rig.store(K[8:16]) == K[8:16])
         assert rig.load(K[8:16]) == K[8:16]
         assert rig.held(K[:8]) == []
     assert "the reset holds" not in caplog.text

@@ -170,7 +170,7 @@ def test_a_reset_that_was_not_certain_is_when_the_disk_lets_it_be(tmp_path: Path
     assert not reset(rig)
     assert rig.store(NEW) == []
     disk.refused = {}
-    rig.wait(rig.tier.reset_done)
+    rig.wait(lambda: rig.step().reset_done)
     store_all(rig, NEW)
     assert rig.held(OLD) == []
     rig.drop()
@@ -191,7 +191,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
     assert not go_on.is_set()
     assert rig.held(OLD) == []
     go_on.set()
-    rig.wait(rig.tier.reset_done)
+    rig.wait(lambda: rig.step().reset_done)
     store_all(rig, NEW)
     rig.drop()
     assert found(tmp_path) == []

@@ -421,7 +421,7 @@ def test_the_definition_builds_a_persistent_tier(tmp_path: Path) -> None:
     rig = LocalRig(tmp_path)
     tier = LOCAL_TIER.build(make_options(tmp_path), rig.context)
     assert isinstance(tier, LocalTier)
-    assert tier.medium == "DISK"
+    assert tier.traits.medium == "DISK"
     tier.shutdown(rig.context.clock())
     rig.close()
 

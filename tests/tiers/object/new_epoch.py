@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiering.admin.namespaces import namespace_of
 from tiering.api.namespace import Namespace
-from tiering.epochs.common_epoch import begin_common
+from tiering.epochs.driver import begin_common
 from tiers.object.store import ObjectStore
 
 

@@ -218,8 +218,8 @@ def test_blocks_whose_epoch_document_is_damaged_are_collected(fake: FakeS3, make
 def follow(rig: TierRig) -> None:
     """Make the look for a common epoch due now, and let the tier follow once it notices a new one."""
     look_for_epoch(rig)
-    rig.wait(rig.tier.superseded)
-    assert rig.tier.follow(time.monotonic())
+    rig.wait(lambda: rig.step().superseded)
+    assert rig.tier.reset(time.monotonic(), follow=True)
 
 
 def finds_six(rig: TierRig) -> bool:

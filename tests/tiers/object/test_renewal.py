@@ -175,7 +175,7 @@ def test_blocks_that_are_loaded_near_their_end_are_renewed(fake: FakeS3, old: Ti
 
 def test_blocks_that_the_cpu_tier_serves_are_renewed_too(fake: FakeS3, old: TierRig) -> None:
     asked = len(fake.asked("GET", "/blocks/"))
-    old.tier.used(K[:4], REQUEST)
+    old.intake.used(K[:4], REQUEST)
     old.wait(lambda: renewed(fake) == 4)
     assert len(fake.asked("GET", "/blocks/")) == asked
 
@@ -186,7 +186,7 @@ def test_nothing_else_is_copied(fake: FakeS3, make: Make, words: dict[str, objec
     age(fake, 5)
     rig = make(**words).open()
     assert rig.load(K[:4]) == K[:4]
-    rig.tier.used(K[:4], REQUEST)
+    rig.intake.used(K[:4], REQUEST)
     assert rig.close()
     assert not [seen for seen in fake.asked("PUT") if "x-amz-copy-source" in seen.headers]
 

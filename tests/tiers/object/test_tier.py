@@ -242,7 +242,7 @@ class TestAccounting:
     def test_building_opens_nothing(self, fake: FakeS3, make: Make) -> None:
         rig = make()
         assert isinstance(rig.tier, ObjectTier)
-        assert rig.tier.medium == "OBJECT"
+        assert rig.tier.traits.medium == "OBJECT"
         assert fake.seen == []
 
 
@@ -261,5 +261,5 @@ def test_a_prompt_whose_objects_have_vanished_is_uploaded_again_at_once(fake: Fa
 
 def test_a_load_is_cut_into_parts_that_count_one_by_one_at_its_deadline(make: Make) -> None:
     """The number of transfers at a time must not be the number of blocks that a deadline costs."""
-    assert make(max_inflight=64).tier.max_load_blocks == 8
-    assert make().tier.max_load_blocks == 8
+    assert make(max_inflight=64).tier.traits.max_load_blocks == 8
+    assert make().tier.traits.max_load_blocks == 8

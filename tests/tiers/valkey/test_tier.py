@@ -335,7 +335,7 @@ def test_engines_that_start_after_a_restart_of_the_server_share_with_those_that_
             rig.wait(restored)
             assert {name: store.read_document(name) for name in store.list_documents("")} == before
             assert lines(caplog, "they are written again") == times
-            assert not rig.tier.superseded()
+            assert not rig.step().superseded
         # The parameters are written last.
         assert make(own_server).tier.get_stats().available == 1
     finally:
@@ -350,8 +350,8 @@ def test_a_restart_after_a_time_in_which_nothing_was_seen_counts_as_a_new_epoch(
         clock.advance(LOOK_SECONDS + SURE_SECONDS)
         own_server.restart()
         rig.tier.on_schedule_end()
-        rig.wait(rig.tier.superseded)
-        rig.tier.follow(clock())
+        rig.wait(lambda: rig.step().superseded)
+        rig.tier.reset(clock(), follow=True)
         assert rig.tier.get_stats().available == 1
     finally:
         rig.tier.shutdown(clock() + 20)
