@@ -155,13 +155,7 @@ def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
     index = SharedIndex(
         present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
     )
-    return BlockTier(
-        context,
-        options,
-        SQLiteStore(options.path),
-        index,
-        place_prefix=lambda namespace: f"{namespace.fingerprint.hex()}/",
-    )
+    return BlockTier(context, options, SQLiteStore(options.path), index)
 
 
 SQLITE_TIER = TierDefinition(

@@ -23,6 +23,7 @@ from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.transfers import BlockTransfers
 from tiering.errors import ConfigError
+from tiering.index import places
 from tiering.index.prober import held_prefix
 from tiering.index.tier_index import Probe, TierIndex
 from tiering.medium.assembly import build_io_host
@@ -76,8 +77,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         options: options of the tier.
         store: the medium.
         index: index of the blocks on the medium.
-        place_prefix: for media whose places are names: ``index.enter`` receives ``place_prefix(namespace)`` whenever
-            the tier enters an epoch.
+        place_prefix: function that returns the prefix of a namespace's places; ``index.enter`` receives it whenever
+            the tier enters an epoch. Default: the names of namespace and epoch if the medium is shared, else none.
         element_size: bytes of one KV element, by which compression splits; default 2.
         io: I/O side to use; default: a new one.
         coordination: coordination with the other machines that share the medium; default: none.
@@ -139,7 +140,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
         self._jobs = BlockTransfers(parts, self)
-        self._life = TierLife(parts, self, self._jobs, place_prefix)
+        named = places.place_prefix if index.shared else None
+        self._life = TierLife(parts, self, self._jobs, place_prefix or named)
         self._hits = 0
         self._misses = 0
         inert_in_children(self, InertTier)

@@ -68,7 +68,6 @@ class ObjectTier(BlockTier):
             options,
             store,
             index,
-            place_prefix=place_prefix,
             element_size=element_size(context.namespace),
             coordination=make_coordination(context, options, store),
         )

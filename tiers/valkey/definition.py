@@ -7,7 +7,6 @@ from tiering.api.units import format_bytes
 from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError
-from tiering.index.places import place_prefix
 from tiering.index.shared import SharedIndex
 from tiering.secondary.contract import TierContext
 from tiers.valkey.store import ValkeyStore
@@ -30,7 +29,7 @@ def build(options: ValkeyOptions, context: TierContext) -> BlockTier:
     index = SharedIndex(
         present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
     )
-    return BlockTier(context, options, store, index, place_prefix=place_prefix)
+    return BlockTier(context, options, store, index)
 
 
 def make_admin(options: ValkeyOptions, replica: str | None) -> TierAdmin:
