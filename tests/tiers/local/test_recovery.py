@@ -225,7 +225,7 @@ def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: P
             rig.submit_store(K[start : start + 6], first_row=start)
             rig.tier.request_checkpoint()
             rig.tier.on_schedule_end()
-        rig.wait(partial(lambda tier: not tier.has_pending_work() and not tier.checkpoint_pending, rig.tier))
+        rig.wait(partial(lambda tier: tier.idle and not tier.checkpoint_pending, rig.tier))
         stored = rig.held(K[:60])
         assert len(stored) > 30
         rig.drop()
