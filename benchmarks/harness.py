@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import platform
+import random
 import resource
 import statistics
 import sys
@@ -38,6 +39,8 @@ Direction = Literal["min", "max"]
 Cell = str | int | float
 
 REPEATS = 7
+TOLERANCE = 0.03
+"""Distance by which the far end of a target's interval may miss the limit, in the target's unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,25 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """A median over paired rounds, and its 95% interval."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float], resamples: int = 2000) -> Spread:
+    """Return the median of ``values``, one per round, with the interval that a bootstrap finds for it.
+
+    The bootstrap draws with a fixed seed, so the same values have the same interval.
+    """
+    dice = random.Random(0)
+    medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(resamples))
+    return Spread(statistics.median(values), medians[resamples // 40], medians[-1 - resamples // 40])
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """A limit that a benchmark must reach, and the value that it reached."""
 
@@ -73,11 +95,24 @@ class Target:
     limit: float
     direction: Direction
     unit: str
+    spread: Spread | None = None
+    """The interval around an estimated ``value``.
+
+    Its far end may miss the limit by :data:`TOLERANCE`.
+    """
 
     @property
     def ok(self) -> bool:
         """True if the target was reached."""
-        return self.value <= self.limit if self.direction == "max" else self.value >= self.limit
+        if self.direction == "min":
+            return self.value >= self.limit and (self.spread is None or self.spread.low >= self.limit - TOLERANCE)
+        return self.value <= self.limit and (self.spread is None or self.spread.high <= self.limit + TOLERANCE)
+
+    @property
+    def measured(self) -> str:
+        """The value for people, with its interval."""
+        shown = f"{show(self.value)} {self.unit}".rstrip()
+        return shown if self.spread is None else f"{shown} ({show(self.spread.low)} to {show(self.spread.high)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +180,26 @@ class Bench:
     """The argument of a benchmark's ``run``.
 
     ``quick`` asks for a smoke run with small sizes; its numbers mean little and are not written to the results file.
-    ``directory`` is an empty directory on a real disk, which is removed afterwards.
+    ``directory`` is an empty directory on a real disk, which is removed afterwards. ``rounds`` is the number of rounds
+    that count; None leaves it to the benchmark. ``against`` is another checkout of the project, whose code is to be
+    measured beside this one; most benchmarks cannot do that.
     """
 
-    def __init__(self, name: str, directory: Path, *, quick: bool = False, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        *,
+        quick: bool = False,
+        out: TextIO | None = None,
+        rounds: int | None = None,
+        against: Path | None = None,
+    ) -> None:
         self.name = name
         self.directory = directory
         self.quick = quick
+        self.rounds = rounds
+        self.against = against
         self.tables: list[Table] = []
         self.targets: list[Target] = []
         self.notes: list[str] = []
@@ -172,7 +220,7 @@ class Bench:
         A variant returns the quantity to compare, in ``unit``. ``warmup`` rounds run first and do not count. A quick
         run does one round and no warm-up.
         """
-        rounds, skipped = (1, 0) if self.quick else (max(repeats, 1), warmup)
+        rounds, skipped = (1, 0) if self.quick else (max(self.rounds or repeats, 1), warmup)
         names = list(variants)
         samples: dict[str, list[Sample]] = {variant: [] for variant in names}
         for number in range(skipped + rounds):
@@ -189,10 +237,15 @@ class Bench:
         return stats
 
     def target(
-        self, name: str, value: float | None, limit: float, direction: Direction = "max", unit: str = ""
+        self, name: str, value: float | Spread | None, limit: float, direction: Direction = "max", unit: str = ""
     ) -> None:
-        """Declare a target: ``value`` must be at most (``max``) or at least (``min``) ``limit``."""
-        self.targets.append(Target(name, float("nan") if value is None else value, limit, direction, unit))
+        """Declare a target: ``value`` must be at most (``max``) or at least (``min``) ``limit``.
+
+        Of a :class:`Spread`, the middle must reach the limit, and the far end miss it by :data:`TOLERANCE` at most.
+        """
+        around = value if isinstance(value, Spread) else None
+        middle = value.middle if isinstance(value, Spread) else float("nan") if value is None else value
+        self.targets.append(Target(name, middle, limit, direction, unit, around))
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Show a table, on the terminal now and in the results file."""
@@ -241,7 +294,7 @@ def render_targets(targets: Sequence[Target], *, judged: bool = True) -> str:
         (
             target.name,
             f"{'at most' if target.direction == 'max' else 'at least'} {show(target.limit)} {target.unit}".rstrip(),
-            f"{show(target.value)} {target.unit}".rstrip(),
+            target.measured,
             ("ok" if target.ok else "MISSED") if judged else "not judged",
         )
         for target in targets

@@ -43,11 +43,14 @@ def _run(modules: Mapping[str, str], options: argparse.Namespace) -> int:
             if missing := getattr(module, "lacks", str)():
                 print(f"Left out: {missing}.")
                 continue
-            bench = Bench(subject, directory, quick=options.quick)
+            if options.against is not None and not getattr(module, "COMPARES_CHECKOUTS", False):
+                print("Left out: it cannot compare two checkouts.")
+                continue
+            bench = Bench(subject, directory, quick=options.quick, rounds=options.rounds, against=options.against)
             module.run(bench)
             shape = machine(directory)
             write_json(bench, shape, options.out / f"{subject}{'.quick' * options.quick}.json")
-            if not options.quick:
+            if not options.quick and options.against is None:
                 write_section(HERE / "RESULTS.md", bench, shape, module.__doc__ or "")
             targets += bench.targets
         except Exception:
@@ -66,6 +69,13 @@ def _run(modules: Mapping[str, str], options: argparse.Namespace) -> int:
     return 1 if broken or (missed and options.strict and not options.quick) else 0
 
 
+def _checkout(text: str) -> Path:
+    path = Path(text).resolve()
+    if not (path / "tiering" / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no checkout of the project")
+    return path
+
+
 def _arguments(prog: str, description: str, names: Sequence[str], argv: Sequence[str] | None) -> argparse.Namespace:
     out = HERE.parent / "build" / "bench"
     parser = argparse.ArgumentParser(
@@ -78,6 +88,13 @@ def _arguments(prog: str, description: str, names: Sequence[str], argv: Sequence
     )
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, one round: checks that they run; writes no results"
+    )
+    parser.add_argument("--rounds", type=int, help="number of rounds that count (default: the benchmark's own)")
+    parser.add_argument(
+        "--against",
+        type=_checkout,
+        metavar="PATH",
+        help="another checkout of the project to measure beside this one; writes no results",
     )
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a target was missed")
     parser.add_argument("--out", type=Path, default=out, help="where JSON goes (default: build/bench)")

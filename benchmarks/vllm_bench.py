@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from benchmarks.runner import run
 from tests.vllm.rig import prepare_environment
 
-MODULES = {"ttft": "vllm_ttft", "cpu": "vllm_cpu", "small": "vllm_small", "files": "vllm_files", "burst": "vllm_burst"}
+MODULES = {
+    "ttft": "vllm_ttft",
+    "cpu": "vllm_cpu",
+    "small": "vllm_small",
+    "files": "vllm_files",
+    "burst": "vllm_burst",
+    "overhead": "vllm_overhead",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,7 +118,6 @@ def started(
         others: further variants, each with its value of --kv-transfer-config; default none.
     """
     progress("starting the engines")
-    serving = serving or serve
     with ExitStack() as opened:
         opened.enter_context(patch.dict(os.environ, OMP_WAIT_POLICY="passive"))  # read when a process loads the library
         server = opened.enter_context(rclone_server())
@@ -136,12 +135,27 @@ def started(
             for name, tiers in stacks.items()
         }
         transfers |= others or {}
-        context = multiprocessing.get_context("spawn")
-        engines: dict[str, Connection] = {}
-        for name in rotated(list(transfers), first):
+        processes = {name: (model, transfer, server.environment()) for name, transfer in transfers.items()}
+        yield opened.enter_context(processes_of(serving or serve, processes, first))
+
+
+@contextmanager
+def processes_of(
+    serving: Callable[..., None], processes: Mapping[str, tuple[Any, ...]], first: int = 0
+) -> Iterator[dict[str, Connection]]:
+    """Start a process per engine, and return the pipe to each when all are ready.
+
+    Args:
+        serving: the function that is run in each process, with the pipe as its first argument.
+        processes: its further arguments, by engine.
+        first: number of the engine to start first.
+    """
+    context = multiprocessing.get_context("spawn")
+    engines: dict[str, Connection] = {}
+    with ExitStack() as opened:
+        for name in rotated(list(processes), first):
             ours, theirs = context.Pipe()
-            arguments = (theirs, model, transfers[name], server.environment())
-            process = context.Process(target=serving, args=arguments, name=name)
+            process = context.Process(target=serving, args=(theirs, *processes[name]), name=name)
             process.start()
             theirs.close()
             opened.callback(end, process, ours)

@@ -31,26 +31,29 @@ def progress(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def write_model(directory: Path) -> Path:
-    """Write a Llama of 12 layers with random weights whose logits depend on the whole context.
+def write_model(directory: Path, **words: Any) -> Path:
+    """Write a Llama with random weights whose logits depend on the whole context.
 
-    The hidden size is 768, the type float32.
+    Args:
+        directory: where the model goes.
+        words: words of the model's configuration; default: 12 layers, hidden size 768, float32.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=MAX_LEN,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": MAX_LEN,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    config = LlamaConfig(**usual | words)
     torch.manual_seed(0)
     LlamaForCausalLM(config).float().save_pretrained(directory)
     return directory

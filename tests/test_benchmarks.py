@@ -13,7 +13,21 @@ import pytest
 
 from benchmarks import bench_cuda
 from benchmarks.__main__ import found, main
-from benchmarks.harness import Bench, Sample, Stats, machine, ratio, show, write_json, write_section
+from benchmarks.harness import (
+    Bench,
+    Sample,
+    Spread,
+    Stats,
+    machine,
+    ratio,
+    render_targets,
+    show,
+    spread,
+    write_json,
+    write_section,
+)
+from benchmarks.vllm_overhead import check_answers
+from benchmarks.vllm_overhead_engine import Answered
 from tests.copy.fake_cuda import FakeCuda
 
 
@@ -70,6 +84,51 @@ def test_a_target_is_reached_at_its_limit_and_not_beyond(
     assert bench.targets[0].ok is ok
 
 
+@pytest.mark.parametrize(
+    ("direction", "low", "high", "ok"),
+    [("max", 0.1, 1.02, True), ("max", 0.1, 1.04, False), ("min", 0.98, 9.0, True), ("min", 0.96, 9.0, False)],
+)
+def test_an_estimate_reaches_a_target_if_its_far_end_does_but_for_the_tolerance(
+    bench: Bench, direction: Literal["max", "min"], low: float, high: float, ok: bool
+) -> None:
+    bench.target("t", Spread(1.0, low, high), 1.0, direction)
+    assert bench.targets[0].ok is ok
+    assert f"({show(low)} to {show(high)})" in render_targets(bench.targets)
+
+
+def test_the_interval_of_a_median_is_within_the_rounds_and_the_same_again() -> None:
+    values = [1.0, 1.1, 0.9, 1.05, 5.0, 1.02, 0.97]
+    found = spread(values)
+    assert (found.middle, found) == (1.02, spread(values))
+    assert 0.9 <= found.low < 1.02 < found.high < 5.0
+    assert spread([2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+def answered(cached: int, answer: int = 7) -> Answered:
+    return Answered(1.0, 1.0, 0.0, 0.0, 0.0, 1, [0.1], [cached], [[answer]])
+
+
+@pytest.mark.parametrize(
+    ("again", "long", "fault"),
+    [
+        (answered(96), answered(4064), ""),
+        (answered(64), answered(4064), "64"),
+        (answered(96), answered(4032), "4032"),
+        (answered(96, answer=8), answered(4064), "other answers"),
+    ],
+)
+def test_a_round_of_the_overhead_counts_only_if_all_came_back_and_no_answer_is_wrong(
+    again: Answered, long: Answered, fault: str
+) -> None:
+    new = {"new": answered(0), "long new": answered(0)}
+    work = {"none": new, "ours, CPU": new | {"again": again, "long again": long}}
+    if not fault:
+        check_answers(work)
+        return
+    with pytest.raises(RuntimeError, match=fault):
+        check_answers(work)
+
+
 def test_a_section_is_rewritten_in_place_and_the_others_stay(bench: Bench, tmp_path: Path) -> None:
     path, shape = tmp_path / "RESULTS.md", machine(tmp_path)
     path.write_text("# Results\n\nwords\n")
@@ -97,7 +156,9 @@ def test_results_are_written_for_programs_too(bench: Bench, tmp_path: Path) -> N
     write_json(bench, machine(tmp_path), tmp_path / "out" / "subject.json")
     data = json.loads((tmp_path / "out" / "subject.json").read_text())
     assert data["results"]["c"]["a"]["median"] == 2.0
-    assert data["targets"] == [{"name": "t", "value": 2.0, "limit": 3.0, "direction": "max", "unit": "x", "ok": True}]
+    assert data["targets"] == [
+        {"name": "t", "value": 2.0, "limit": 3.0, "direction": "max", "unit": "x", "ok": True, "spread": None}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiofiles
-
 from tiering.admin.collection import used_epochs
 from tiering.admin.namespaces import known_namespaces, namespace_of
 from tiering.admin.records import (
@@ -218,6 +216,8 @@ class LocalAdmin(TierAdmin):
                     yield block
 
     async def read(self, block: StoredBlock) -> memoryview | None:
+        import aiofiles  # not needed to list the blocks
+
         name, _, slot = block.place.partition(":")
         shape = segment_shape(name)
         if shape is None:

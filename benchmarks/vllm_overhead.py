@@ -1,0 +1,400 @@
+"""Cost of the connector in the real vLLM, beside vLLM's own connectors.
+
+The model is a Llama of 4 layers, hidden size 256, in blocks of 32 tokens, so small that the ratios are upper bounds;
+the microseconds are not. All engines are alive at once, each in a process of its own, and answer in turns, in an order
+that changes with the round. "None" has no connector; "ours, idle" has ours, and requests that neither load nor store.
+vLLM's two connectors run on the CPU build with streams that are always ready and a native copy (``vllm_own``). All
+CPU tiers have 384 MiB. The S3 server (rclone on loopback) is a process of its own and not counted.
+
+A round has 40 new prompts of 100 tokens, 8 at a time, with 4 outputs each; the same again, after the GPU's cache was
+emptied; a new prompt of 4,096 tokens with one output; and the same again. Engines with a disk or a bucket repeat what
+comes back with an empty CPU tier (the rows "CPU emptied"). "It spins" is the 4,096 tokens from the tier once more, in
+an engine that does not rest for 1 ms after a step without a run of the model, as one inside its caller's process.
+
+CPU is that of all threads of the engine, until nothing is in flight, at most 20 s after the last answer. "Thread" is
+the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after
+the last answer. "Copies" are the copies between GPU blocks and the CPU tier alone, which differ: ours run in numpy on
+threads, vLLM's in one native call. A round is refused unless all engines give the same answers, all full blocks come
+back, and disk and bucket then hold each block, as their administration lists them. Ratios are medians of those within a
+round; an interval is a bootstrap's 95%.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.harness import Bench, Cell, Spread, show, spread
+from benchmarks.vllm_cpu import in_a_process, processes_of, receive
+from benchmarks.vllm_engine import progress, write_model
+from benchmarks.vllm_overhead_engine import VOCABULARY, Answered, Load, Setting, serve
+from benchmarks.vllm_own import compile_copy, compiler
+from tests.servers import rclone_server
+from tests.vllm.rig import transfer_config
+from tiering.cli.contents import read_content
+from tiering.cli.parameters import admin_of
+from tiering.config.stack_file import load_stack
+
+COMPARES_CHECKOUTS = True
+ROUNDS = 12
+"""Number of rounds that count, after one that does not."""
+CAPACITY = 384 << 20
+BLOCK = 32
+SMALL, SMALL_LENGTH, SMALL_OUTPUTS, AT_ONCE, LONG_LENGTH = 40, 100, 4, 8, 4096
+SMALL_CACHED = SMALL_LENGTH // BLOCK * BLOCK
+LONG_CACHED = LONG_LENGTH - BLOCK
+"""Least number of tokens that come back of a long prompt.
+
+The last token is computed, and with it perhaps its block.
+"""
+BLOCKS = SMALL * (SMALL_LENGTH // BLOCK) + LONG_LENGTH // BLOCK
+"""Number of blocks that a round stores."""
+
+NONE, IDLE = "none", "ours, idle"
+CPU, SIMPLE, LOCAL, S3 = "ours, CPU", "ours, simple", "ours, CPU + local", "ours, CPU + S3"
+OFFLOADING, SIMPLE_OFFLOAD = "vLLM OffloadingConnector", "vLLM SimpleCPUOffload"
+THEIRS = {OFFLOADING: "OffloadingConnector", SIMPLE_OFFLOAD: "SimpleCPUOffloadConnector"}
+EMPTIED = ", CPU emptied"
+STACKS = (CPU, SIMPLE, LOCAL, S3)
+
+Round = dict[str, dict[str, Answered]]
+"""Answers of each engine, by the part of the round."""
+
+
+def lacks() -> str:
+    """Return what is missing on this machine; empty if nothing is."""
+    return "" if compiler() else "there is no C compiler (cc)"
+
+
+def run(bench: Bench) -> None:
+    """Run rounds over all engines, then write the tables."""
+    model = bench.directory / "model"
+    in_a_process(write_small_model, model)
+    rounds: list[Round] = []
+    with started(bench, model) as (engines, stacks):
+        count = 1 if bench.quick else bench.rounds or ROUNDS
+        for number in range(count + 1):
+            rounds.append(one_round(number, engines))
+            check_answers(rounds[-1])
+            for name, stack in stacks.items():
+                check_tiers(name, stack, (number + 1) * BLOCKS)
+            shown = ", ".join(f"{name} {parts['new'].cpu * 1e3:.0f} ms" for name, parts in rounds[-1].items())
+            progress(f"overhead: round {number} of {count}{' (does not count)' * (not number)}: {shown}")
+    if bench.against is None:
+        report(bench, rounds[1:])
+    else:
+        report_against(bench, rounds[1:])
+
+
+def write_small_model(directory: Path) -> None:
+    """Write the model of this benchmark."""
+    write_model(
+        directory,
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+    )
+
+
+@contextmanager
+def started(bench: Bench, model: Path) -> Iterator[tuple[dict[str, Connection], dict[str, dict[str, Any]]]]:
+    """Start all engines; yield the pipe to each, and the stacks of those with secondary tiers."""
+    with ExitStack() as opened:
+        server = opened.enter_context(rclone_server())
+        opened.enter_context(patch.dict(os.environ, server.environment()))  # for the administration of the bucket
+        stacks: dict[str, dict[str, Any]] = {}
+        trees: dict[str, Path | None] = {} if bench.against else {IDLE: None}
+        trees.update(dict.fromkeys(STACKS))
+        if bench.against is not None:
+            trees.update({other(name): bench.against for name in STACKS})
+        for number, name in enumerate(trees):
+            tier: dict[str, Any] = {
+                "type": "local",
+                "path": str(bench.directory / f"disk-{number}"),
+                "capacity": "3GiB",
+            }
+            if name.startswith(S3):
+                bucket = server.make_bucket(f"kv-cache-{number}")
+                tier = {"type": "s3", "bucket": bucket.name, "endpoint_url": server.endpoint}
+            stack: dict[str, Any] = {"primary": {"capacity": CAPACITY}}
+            if name.startswith(SIMPLE):
+                stack["mode"] = "simple"
+            elif name.startswith((LOCAL, S3)):
+                stack |= {"secondary": [tier], "keep_secondary": True}
+            stacks[name] = stack
+        settings = {NONE: Setting(model, None, {})}
+        if bench.against is None:
+            library = compile_copy(bench.directory)
+            for name, connector in THEIRS.items():
+                words = {"cpu_bytes_to_use": CAPACITY}
+                config = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": words}
+                settings[name] = Setting(model, config, {}, copies=library)
+        for name, stack in stacks.items():
+            settings[name] = Setting(model, transfer_config(stack), server.environment(), tree=trees[name])
+        progress("overhead: starting the engines")
+        engines = opened.enter_context(processes_of(serve, {name: (setting,) for name, setting in settings.items()}))
+        yield engines, {name: stack for name, stack in stacks.items() if "secondary" in stack}
+
+
+def other(name: str) -> str:
+    """Return the name of an engine with the code of the other checkout."""
+    return f"{name} (other)"
+
+
+def one_round(number: int, engines: Mapping[str, Connection]) -> Round:
+    """Return how each engine has answered the round's requests."""
+    seeds = tuple(range(number * 1000, number * 1000 + SMALL))
+    order = list(engines)
+    random.Random(number).shuffle(order)
+    answered = {name: {} if name == IDLE else turn(name, engines[name], seeds) for name in order}
+    if IDLE in engines:
+        words = {"load": False, "store": False}
+        answered[IDLE] = {"new": ask(engines[IDLE], small(seeds, words))}
+        empty(engines[IDLE], "gpu")
+    return {name: answered[name] for name in engines}
+
+
+def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Answered]:
+    """Return how one engine has answered the parts of a round."""
+    parts: dict[str, Answered] = {}
+    long = Load((seeds[0] + 500,), LONG_LENGTH, 1)
+    behind = name.startswith((LOCAL, S3))
+    for new, again, load in (("new", "again", small(seeds)), ("long new", "long again", long)):
+        parts[new] = ask(engine, load)
+        empty(engine, "gpu")
+        parts[again] = ask(engine, load)
+        empty(engine, "gpu")
+        if behind:
+            empty(engine, "cpu")
+            parts[again + EMPTIED] = ask(engine, load)
+            empty(engine, "gpu")
+    if name != NONE:
+        parts["spins"] = ask(engine, Load(long.seeds, LONG_LENGTH, 1, pauses=False))
+        empty(engine, "gpu")
+    return parts
+
+
+def small(seeds: tuple[int, ...], words: dict[str, Any] | None = None) -> Load:
+    """Return the round's small requests, with ``words`` for the tiers."""
+    return Load(seeds, SMALL_LENGTH, SMALL_OUTPUTS, AT_ONCE, words or {})
+
+
+def ask(engine: Connection, load: Load) -> Answered:
+    """Return how the engine has answered ``load``."""
+    engine.send(load)
+    answered = receive(engine)
+    if not isinstance(answered, Answered):
+        raise RuntimeError(f"an engine returned {answered!r}")
+    return answered
+
+
+def empty(engine: Connection, caches: str) -> None:
+    """Empty the GPU's cache ("gpu"), or the CPU tier too ("cpu")."""
+    engine.send(caches)
+    if not receive(engine):
+        raise RuntimeError("an engine's cache could not be emptied")
+
+
+# ------------------------------------------------------------------------------------------------ what a round must do
+
+
+def check_answers(answered: Round) -> None:
+    """Refuse a round with wrong answers, or in which too little came back.
+
+    Raises:
+        RuntimeError: an engine did less than the round asks for.
+    """
+    expected = {part: answered[NONE][part].answers for part in ("new", "long new")}
+    for name, parts in answered.items():
+        for part, given in parts.items():
+            if given.answers != expected["long new" if part.startswith(("long", "spins")) else "new"]:
+                raise RuntimeError(f"{name}, {part}: other answers than without a connector")
+            least = 0
+            if name != NONE and part not in expected:
+                least = SMALL_CACHED if part.startswith("again") else LONG_CACHED
+            if min(given.cached) < least or (part in expected and any(given.cached)):
+                raise RuntimeError(f"{name}, {part}: {given.cached} tokens were cached, not {least} of each prompt")
+
+
+def check_tiers(name: str, stack: Mapping[str, Any], blocks: int) -> None:
+    """Refuse a round after which a disk or bucket does not hold all blocks until now.
+
+    Raises:
+        RuntimeError: the medium has another number of blocks.
+    """
+    (options,) = load_stack(stack).secondary
+    with admin_of(options, None) as admin:
+        content = asyncio.run(read_content(admin))
+    held = sum(epoch.blocks for epoch in content.epochs)
+    if held != blocks or content.unreadable:
+        raise RuntimeError(f"{name}: the medium holds {held} blocks, not {blocks}")
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+class Costs:
+    """The rounds' measurements, and their ratios."""
+
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self.rounds = rounds
+
+    def values(self, name: str, part: str, what: str) -> list[float]:
+        """Return one quantity of an engine, by round; "ttft" is the median over the requests."""
+        found = [getattr(answered[name][part], what) for answered in self.rounds]
+        return [float(median(value)) for value in found] if what == "ttft" else [float(value) for value in found]
+
+    def ratio(self, name: str, base: str, part: str, what: str = "cpu") -> Spread:
+        """Return one engine's quantity divided by another's."""
+        theirs = self.values(base, part.removesuffix(EMPTIED), what)
+        return spread([mine / other for mine, other in zip(self.values(name, part, what), theirs, strict=True)])
+
+    def per_token(self, name: str, part: str, what: str) -> float:
+        """Return the microseconds per token."""
+        tokens = LONG_LENGTH + 1 if part.startswith("long") else SMALL * (SMALL_LENGTH + SMALL_OUTPUTS)
+        return median(self.values(name, part, what)) / tokens * 1e6
+
+    def per_request(self, name: str) -> Spread:
+        """Return the engine thread's milliseconds per new small request, beyond those without connector."""
+        pairs = zip(self.values(name, "new", "thread"), self.values(NONE, "new", "thread"), strict=True)
+        return spread([(mine - none) / SMALL * 1e3 for mine, none in pairs])
+
+
+def report(bench: Bench, rounds: Sequence[Round]) -> None:
+    """Write the tables and the targets."""
+    costs = Costs(rounds)
+    title = f"{len(rounds)} alternating rounds"
+    tables(bench, costs, title)
+    declare_targets(bench, costs)
+    copies = ", ".join(
+        f"{name} {costs.per_token(name, 'new', 'copies'):.1f}" for name in (OFFLOADING, SIMPLE_OFFLOAD, *STACKS)
+    )
+    bench.note(f"Copies alone, inside the numbers, CPU us per token of the new small prompts: {copies}.")
+
+
+def declare_targets(bench: Bench, costs: Costs) -> None:
+    """Compare the measurements with their limits."""
+    for name, against, thread, long in ((CPU, 1.0, 0.40, 1.05), (LOCAL, 1.04, 0.45, 1.08), (S3, 1.20, 0.60, 1.25)):
+        against_theirs = costs.ratio(name, OFFLOADING, "new")
+        bench.target(f"{name}: CPU of new small prompts against {OFFLOADING}", against_theirs, against, "max", "x")
+        bench.target(f"{name}: engine's thread per new small request", costs.per_request(name), thread, "max", "ms")
+        bench.target(
+            f"{name}: CPU of 4,096 new tokens against none", costs.ratio(name, NONE, "long new"), long, unit="x"
+        )
+    for name in STACKS:
+        theirs = SIMPLE_OFFLOAD if name == SIMPLE else OFFLOADING
+        bench.target(f"{name}: steps against none", costs.ratio(name, NONE, "new", "steps"), 1.0, "max", "x")
+        again = costs.ratio(name, NONE, "again")
+        bench.target(f"{name}: CPU of the same again against none", again, 0.44, "max", "x")
+        bench.target(f"{name}: TTFT of a small hit against {theirs}", costs.ratio(name, theirs, "again", "ttft"), 1.0)
+        for what, shown in (("ttft", "TTFT"), ("cpu", "CPU")):
+            ratio = costs.ratio(name, SIMPLE_OFFLOAD, "long again", what)
+            bench.target(
+                f"{name}: {shown} of 4,096 tokens from the tier against {SIMPLE_OFFLOAD}", ratio, 1.0, unit="x"
+            )
+    for part, what, shown in (
+        ("new", "cpu", "CPU of new small prompts"),
+        ("new", "thread", "engine's thread for new small prompts"),
+        ("again", "cpu", "CPU of the same again"),
+        ("long new", "cpu", "CPU of 4,096 new tokens"),
+    ):
+        ratio = costs.ratio(SIMPLE, SIMPLE_OFFLOAD, part, what)
+        bench.target(f"{SIMPLE}: {shown} against {SIMPLE_OFFLOAD}", ratio, 1.0, "max", "x")
+    bench.target(f"{IDLE}: CPU of new small prompts against none", costs.ratio(IDLE, NONE, "new"), 1.01, "max", "x")
+
+
+def tables(bench: Bench, costs: Costs, title: str) -> None:
+    """Write one row per engine, for what is new and for what comes back."""
+    new: list[list[Cell]] = []
+    back: list[list[Cell]] = []
+    for name, parts in costs.rounds[0].items():
+        row: list[Cell] = [name, costs.per_token(name, "new", "cpu"), around(costs.ratio(name, NONE, "new"))]
+        row += [costs.per_token(name, "new", "thread"), around(costs.per_request(name)) if name != NONE else ""]
+        row += [median(costs.values(name, "new", "draining")) / SMALL * 1e3, median(costs.values(name, "new", "steps"))]
+        row += [costs.per_token(name, "new", "copies"), max(costs.values(name, "new", "tail"))]
+        row.append(around(costs.ratio(name, NONE, "long new")) if "long new" in parts else "")
+        new.append(row)
+        for suffix in ("", EMPTIED):
+            again, long, spins = "again" + suffix, "long again" + suffix, "" if suffix else "spins"
+            if again not in parts:
+                continue
+            row = [name + suffix, around(costs.ratio(name, NONE, again))]
+            row.append(median(costs.values(name, again, "ttft")) * 1e3)
+            row += [median(costs.values(name, long, "ttft")) * 1e3, costs.per_token(name, long, "cpu")]
+            for what, scale in (("ttft", 1e3), ("steps", 1)):
+                row.append(median(costs.values(name, spins, what)) * scale if spins in parts else "")
+            back.append(row)
+    bench.table(
+        f"New: {SMALL} prompts of {SMALL_LENGTH} tokens, and one of 4,096; {title}",
+        (
+            "engine",
+            "CPU us/token",
+            "x none",
+            "thread us/token",
+            "ms per request",
+            "draining ms/request",
+            "steps",
+            "copies us/token",
+            "longest tail s",
+            "4,096 new: x none",
+        ),
+        new,
+    )
+    bench.table(
+        f"The same again, from the tiers; {title}",
+        (
+            "engine",
+            "small: CPU x none",
+            "small: TTFT p50 ms",
+            "4,096: TTFT ms",
+            "4,096: CPU us/token",
+            "it spins: TTFT ms",
+            "it spins: steps",
+        ),
+        back,
+    )
+
+
+def around(value: Spread) -> str:
+    """Return a median and its interval for people."""
+    return f"{show(value.middle)} ({show(value.low)} to {show(value.high)})"
+
+
+def report_against(bench: Bench, rounds: Sequence[Round]) -> None:
+    """Write this checkout's costs as multiples of the other's; more than 1.03 is a regression."""
+    costs = Costs(rounds)
+    tables(bench, costs, f"{len(rounds)} alternating rounds; (other) is {bench.against}")
+    rows: list[list[Cell]] = []
+    for name in STACKS:
+        row: list[Cell] = [name]
+        for part, what in COMPARED:
+            ratio = costs.ratio(name, other(name), part, what)
+            row.append(around(ratio))
+            bench.target(f"{name}: {what} of {part!r} against the other checkout", ratio, 1.03, "max", "x")
+        rows.append(row)
+    bench.table("This checkout against the other", ("engine", *(f"{part}, {what}" for part, what in COMPARED)), rows)
+
+
+COMPARED = (
+    ("new", "cpu"),
+    ("new", "thread"),
+    ("again", "cpu"),
+    ("again", "ttft"),
+    ("long new", "cpu"),
+    ("long again", "ttft"),
+    ("long again", "cpu"),
+)
+"""The parts and quantities in which two checkouts are compared."""

@@ -1,0 +1,222 @@
+"""One engine of the benchmark ``vllm_overhead``, in a process of its own.
+
+At its top the module imports the standard library alone: the engine's process may take the code of the project from
+another checkout, and chooses it before the first import.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+STEP_PAUSE = 0.001
+"""Seconds that vLLM's engine core rests after a step without a run of the model, while work is open."""
+LONGEST_TAIL = 20.0
+"""Most seconds from the last answer until nothing is in flight any more."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "block_size": 32,
+    "num_gpu_blocks_override": 300,
+    "max_model_len": 4400,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 8,
+    "disable_log_stats": True,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An engine to start.
+
+    Attributes:
+        model: directory of the model.
+        transfer: value of --kv-transfer-config; None: no connector.
+        environment: further environment of the process.
+        copies: library that lets vLLM's own connectors run; None: not needed.
+        tree: another checkout of the project to take the code from; None: this one.
+    """
+
+    model: Path
+    transfer: dict[str, Any] | None
+    environment: dict[str, str]
+    copies: Path | None = None
+    tree: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests to answer.
+
+    Attributes:
+        seeds: number that yields a prompt's random tokens, by request.
+        length: tokens of each prompt.
+        outputs: tokens of each answer.
+        at_once: requests that run at the same time.
+        words: the requests' words for the tiers; none: the usual ones.
+        pauses: False if the engine does not rest after a step without a run of the model, as one inside the caller's
+            process.
+    """
+
+    seeds: tuple[int, ...]
+    length: int
+    outputs: int
+    at_once: int = 1
+    words: dict[str, Any] = field(default_factory=dict)
+    pauses: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all requests, prompts and answers."""
+        return len(self.seeds) * (self.length + self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Answers of an engine to a :class:`Load`, and their cost.
+
+    Attributes:
+        cpu: CPU seconds of all threads, from the first request until nothing is in flight.
+        thread: CPU seconds of the engine's thread until the last answer.
+        draining: its CPU seconds from then on.
+        copies: CPU seconds of the copies between GPU blocks and the CPU tier.
+        tail: seconds from the last answer until nothing is in flight.
+        steps: steps of the engine until the last answer.
+        ttft: seconds to the first token, by request.
+        cached: number of tokens that were not computed, by request.
+        answers: the tokens, by request.
+    """
+
+    cpu: float
+    thread: float
+    draining: float
+    copies: float
+    tail: float
+    steps: int
+    ttft: list[float]
+    cached: list[int]
+    answers: list[list[int]]
+
+
+def serve(pipe: Connection, setting: Setting) -> None:
+    """Run an engine's process until the pipe is closed.
+
+    A :class:`Load` is answered with an :class:`Answered`. "gpu" empties the engine's own cache, and "cpu" the CPU tier
+    too; both are answered with True if that was possible.
+    """
+    os.environ.update(ENVIRONMENT | setting.environment)
+    if setting.tree is not None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in {"tiering", "tiers"}]:
+            del sys.modules[name]  # imported by the start of the process, from the other checkout
+        sys.path.insert(0, str(setting.tree))
+    from vllm import LLM
+
+    copies = None
+    if setting.copies is not None:
+        from benchmarks.vllm_own import install
+
+        copies = install(setting.copies)
+    engine = _Engine(LLM(str(setting.model), kv_transfer_config=setting.transfer, **SETTINGS), copies)
+    pipe.send("ready")
+    try:
+        while True:
+            order = pipe.recv()
+            if isinstance(order, Load):
+                pipe.send(engine.answer(order))
+            else:
+                pipe.send(bool(engine.llm.reset_prefix_cache(reset_connector=order == "cpu")))
+    except EOFError:
+        engine.core.shutdown()
+
+
+class _Engine:
+    """A vLLM engine that is stepped by hand, as its core's loop does it."""
+
+    def __init__(self, llm: Any, copies: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self._copies = copies
+        self._names = 0
+        self._ran = True
+        self._pauses = True
+        step = self.core.step_fn
+
+        def noted() -> Any:
+            outputs, self._ran = step()
+            return outputs, self._ran
+
+        self.core.step_fn = noted
+
+    def answer(self, load: Load) -> Answered:
+        """Answer all requests, and step until nothing is in flight."""
+        from vllm import SamplingParams
+
+        extra = {"extra_args": {"kv_transfer_params": {"kv_tiering": load.words}}} if load.words else {}
+        sampling = SamplingParams(temperature=0, max_tokens=load.outputs, detokenize=False, ignore_eos=True, **extra)
+        waiting = [_tokens(seed, load.length) for seed in load.seeds]
+        arrived: dict[str, float] = {}
+        first: dict[str, float] = {}
+        ended: dict[str, Any] = {}
+        steps, self._pauses = 0, load.pauses
+        copies, cpu, thread = self._copy_seconds(), time.process_time(), time.thread_time()
+        while len(ended) < len(waiting):
+            while len(arrived) < len(waiting) and len(arrived) - len(ended) < load.at_once:
+                self._names += 1
+                name = f"request-{self._names}"
+                tokens = {"prompt_token_ids": waiting[len(arrived)]}
+                arrived[name] = time.perf_counter()
+                self.llm.llm_engine.add_request(name, tokens, sampling)
+            for output in self._step():
+                if output.outputs[0].token_ids:
+                    first.setdefault(output.request_id, time.perf_counter())
+                if output.finished:
+                    ended[output.request_id] = output
+            steps += 1
+        thread, draining, began = time.thread_time() - thread, time.thread_time(), time.perf_counter()
+        while self.core.scheduler.has_requests():
+            self._step()
+            if time.perf_counter() - began > LONGEST_TAIL:
+                raise RuntimeError(f"copies or tiers did not end within {LONGEST_TAIL:g} s")
+        return Answered(
+            cpu=time.process_time() - cpu,
+            thread=thread,
+            draining=time.thread_time() - draining,
+            copies=self._copy_seconds() - copies,
+            tail=time.perf_counter() - began,
+            steps=steps,
+            ttft=[first[name] - at for name, at in arrived.items()],
+            cached=[ended[name].num_cached_tokens or 0 for name in arrived],
+            answers=[list(ended[name].outputs[0].token_ids) for name in arrived],
+        )
+
+    def _step(self) -> list[Any]:
+        outputs: list[Any] = self.llm.llm_engine.step()
+        if self._pauses and not self._ran and self.core.scheduler.has_requests():
+            time.sleep(STEP_PAUSE)
+        return outputs
+
+    def _copy_seconds(self) -> float:
+        """Return the CPU seconds of the copies so far: of the native call, or of the project's copy threads."""
+        if self._copies is not None:
+            return float(self._copies.seconds)
+        seconds = 0
+        for thread in threading.enumerate():
+            if thread.name.startswith(("kv-tiering-store", "kv-tiering-load")):
+                seconds += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+        return seconds / 1e9
+
+
+def _tokens(seed: int, length: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(VOCABULARY) for _ in range(length)]
