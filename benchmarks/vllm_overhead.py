@@ -181,8 +181,13 @@ def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Ans
             empty(engine, "cpu")
             parts[again + EMPTIED] = ask(engine, load)
             empty(engine, "gpu")
+    spins = Load(long.seeds, LONG_LENGTH, 1, pauses=False)
     if name != NONE:
-        parts["spins"] = ask(engine, Load(long.seeds, LONG_LENGTH, 1, pauses=False))
+        parts["spins"] = ask(engine, spins)
+        empty(engine, "gpu")
+    if behind:
+        empty(engine, "cpu")
+        parts["spins" + EMPTIED] = ask(engine, spins)
         empty(engine, "gpu")
     return parts
 
@@ -328,7 +333,7 @@ def tables(bench: Bench, costs: Costs, title: str) -> None:
         row.append(around(costs.ratio(name, NONE, "long new")) if "long new" in parts else "")
         new.append(row)
         for suffix in ("", EMPTIED):
-            again, long, spins = "again" + suffix, "long again" + suffix, "" if suffix else "spins"
+            again, long, spins = "again" + suffix, "long again" + suffix, "spins" + suffix
             if again not in parts:
                 continue
             row = [name + suffix, around(costs.ratio(name, NONE, again))]
@@ -396,5 +401,6 @@ COMPARED = (
     ("long new", "cpu"),
     ("long again", "ttft"),
     ("long again", "cpu"),
+    ("spins", "ttft"),
 )
 """The parts and quantities in which two checkouts are compared."""

@@ -144,9 +144,13 @@ class _Engine:
     """A vLLM engine that is stepped by hand, as its core's loop does it."""
 
     def __init__(self, llm: Any, copies: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group as worker
+
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self._copies = copies
+        self._connectors = [] if self.core.scheduler.connector is None else [self.core.scheduler.connector, worker()]
+        """Both sides of the connector, which rests by itself in an engine inside its caller's process."""
         self._names = 0
         self._ran = True
         self._pauses = True
@@ -169,6 +173,8 @@ class _Engine:
         first: dict[str, float] = {}
         ended: dict[str, Any] = {}
         steps, self._pauses = 0, load.pauses
+        for connector in self._connectors:
+            connector._in_process = not load.pauses
         copies, cpu, thread = self._copy_seconds(), time.process_time(), time.thread_time()
         while len(ended) < len(waiting):
             while len(arrived) < len(waiting) and len(arrived) - len(ended) < load.at_once:

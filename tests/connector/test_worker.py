@@ -79,6 +79,15 @@ class FakeHandler(OffloadingHandler):
         self.log.append("shutdown")
 
 
+class EndsAtTheSecondLook(FakeHandler):
+    """A handler whose transfers have ended when somebody looks for the second time."""
+
+    def get_finished(self) -> list[TransferResult]:
+        results = super().get_finished()
+        self.end(*self.running)
+        return results
+
+
 class Spec(OffloadingSpec):
     """A spec with one handler for both directions: a given one, or real host copies over ``rows``."""
 
@@ -163,6 +172,22 @@ def test_a_step_s_stores_start_with_the_next_step_before_its_loads(
     assert handler.log == ["start 2"]
     step(worker, meta(reqs_to_load={"c": load(3)}))
     assert handler.log == ["start 2", "start 1", "start 3"]
+
+
+def test_a_step_with_patience_waits_for_a_load_and_no_longer(handler: FakeHandler) -> None:
+    patient = OffloadingConnectorWorker(Spec(EndsAtTheSecondLook(handler.log)))
+    patient.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
+    patient.start_kv_transfers(meta(reqs_to_load={"a": load(1)}))
+    assert patient.get_finished(set(), patience=float("inf")) == (set(), {"a"})
+    patient.start_kv_transfers(meta(reqs_to_load={"b": load(2)}))
+    assert patient.get_finished(set()) == (set(), set())
+
+
+def test_no_step_waits_for_a_store(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    step(worker)
+    assert handler.running == [1]
+    assert worker.get_finished(set(), patience=float("inf")) == (set(), set())
 
 
 def test_deferred_stores_start_in_steps_without_work(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:

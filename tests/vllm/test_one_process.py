@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.handlers import CopyNothing, FailEverySecond, OneWrongBlock
+from tests.vllm.handlers import CopyNothing, EndsWhenLookedAt, FailEverySecond, OneWrongBlock
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
 
 PROMPTS = [prompt(seed) for seed in range(4)]
@@ -151,6 +151,19 @@ def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(
     assert set(wrong(answers, expected["prompts"])) == set(failed)
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+
+
+def test_an_engine_inside_this_process_waits_for_a_load_instead_of_spinning(
+    tiered: Engine, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.engines.vllm.worker_side.LOAD_PATIENCE", 60.0)
+    tiered.ask(WHOLE)
+    tiered.evict()
+    steps = len(tiered.scheduled)
+    with tiered.loads_through(EndsWhenLookedAt):
+        assert wrong(tiered.ask(WHOLE), expected["whole"]) == []
+    assert tiered.scheduled[steps : steps + 2][0] == 0
+    assert tiered.scheduled[steps : steps + 2][1] > 0
 
 
 def test_requests_aborted_while_they_load(tiered: Engine, expected: dict[str, list[Answer]]) -> None:

@@ -201,6 +201,10 @@ class SchedulerHalf(ABC, Generic[State]):
         untaken, self._untaken_events = self._untaken_events, []
         return untaken + self.events.take_events(self._held.take_events())
 
+    def has_pending_lookups(self) -> bool:
+        """Return True if a waiting request has a lookup whose answer is not known yet."""
+        return any(state.open_question is not None for state in self.states.values())
+
     def copied_blocks(self) -> set[int]:
         """Return the GPU blocks that copies hold references on; none if copies are fenced."""
         return set()

@@ -17,6 +17,7 @@ set ``writes_early``. The stores of a step then start within the step, and all l
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from tiering.copy.handlers import HandlerEntry
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.worker")
+
+POLL_PAUSE = 1e-4
+"""Seconds between two looks at the copies while :meth:`WorkerHalf.get_finished` waits for a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class WorkerHalf:
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
-    def get_finished(self, finished_req_ids: Collection[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
+    def get_finished(self, finished_req_ids: Collection[ReqId], patience: float = 0.0) -> tuple[set[ReqId], set[ReqId]]:
         """Return the requests that have finished sending (always none) and those that have finished receiving.
 
         No request is reported as sent, because no blocks are held back: copies are fenced instead. A request is
@@ -137,15 +141,26 @@ class WorkerHalf:
 
         Args:
             finished_req_ids: requests that have ended; not used.
+            patience: seconds to wait if loads are in flight and no request is received; default: 0. The wait lets the
+                threads of the copies have the interpreter, and ends with the first request.
         """
         if self._jobs:  # in most steps of small requests, no copy is in flight
-            unstarted, self._unstarted = self._unstarted, []
-            for result in unstarted:
-                self._ended(result)
-            for result in self.copies.get_finished():
-                self._ended(result)
+            self._collect()
+            if patience and self._loads_of and not self._received:
+                deadline = time.monotonic() + patience
+                while not self._received and time.monotonic() < deadline:
+                    time.sleep(POLL_PAUSE)
+                    self._collect()
         received, self._received = self._received, set()
         return set(), received
+
+    def _collect(self) -> None:
+        """Process the copies that have ended since the last call."""
+        unstarted, self._unstarted = self._unstarted, []
+        for result in unstarted:
+            self._ended(result)
+        for result in self.copies.get_finished():
+            self._ended(result)
 
     def _ended(self, result: TransferResult) -> None:
         job = self._jobs.pop(result.job_id, None)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import vllm
+import vllm.envs
 
 from tiering.advisor.advisor import small_tier
 from tiering.api.namespace import ModelIdentity
@@ -118,6 +119,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
         self._several_groups = len(geometry.engine.groups) > 1
+        self._in_process = not getattr(vllm.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()
         self._reports = TierReports(TieringConnectorStats)

@@ -5,13 +5,14 @@ Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.events import EventConverter
 from tiering.engines.vllm.lora import AdapterGuard
@@ -28,6 +29,12 @@ except ImportError:  # vLLM before 0.32 does not distinguish hits by source
 _HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
 """Medium → name of vLLM's hit source. vLLM has no source for object stores."""
 
+LOOKUP_PATIENCE = 1e-3
+"""Seconds for which a step without work rests while a lookup is pending, in the process of the caller.
+
+A caller that steps in a loop otherwise keeps the interpreter from the threads of the tiers.
+"""
+
 _vllm_event = EventConverter(kv_events)
 
 
@@ -39,6 +46,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _adapters: AdapterGuard
     _open_requests: set[str]
     _waits: LoadWaits
+    _in_process: bool
+    """True if the engine runs inside its caller's process, whose loop does not rest."""
 
     def _no_scheduler(self) -> NoReturn:
         """Refuse a call of the other side, which has no :attr:`scheduler_half`.
@@ -70,7 +79,11 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         self._waits.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
-        metadata = (self.scheduler_half or self._no_scheduler()).build_connector_meta(scheduler_output)
+        half = self.scheduler_half or self._no_scheduler()
+        metadata = half.build_connector_meta(scheduler_output)
+        is_idle = metadata is NOTHING_TO_DO and not scheduler_output.total_num_scheduled_tokens
+        if self._in_process and is_idle and half.has_pending_lookups():
+            time.sleep(LOOKUP_PATIENCE)
         return self._adapters.with_checks(metadata, scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -24,12 +24,23 @@ TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 """vLLM's class for reports of requests with failed loads; None before vLLM 0.30."""
 
 
+LOAD_PATIENCE = 1e-3
+"""Most seconds that a step without tokens waits for a load in an engine inside its caller's process.
+
+vLLM's engine core rests as long after such a step, in the loop of its own process only. Without a rest, a caller that
+steps in a loop keeps the interpreter from the threads that copy.
+"""
+
+
 class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """The methods of the connector that vLLM's workers call."""
 
     worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
     """The worker half, for the mode of the stack; None in the scheduler's connector."""
     _several_groups: bool
+    _in_process: bool
+    _patience: float = 0.0
+    """Seconds that this step may wait for a load."""
     _ledger: LoadLedger
     _adapter_loads: AdapterLoads | None = None
     """The adapters that this worker has loaded; None: nothing is known about them."""
@@ -64,6 +75,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
+        if self._in_process:
+            self._patience = LOAD_PATIENCE if forward_context.attn_metadata is None else 0.0
         if self._several_groups:
             self._ledger.started(*ordered_loads(metadata))
         (self.worker_half or self._no_worker()).start_kv_transfers(metadata)
@@ -88,7 +101,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
-        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids)
+        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids, self._patience)
         if self._several_groups:
             self._ledger.ended(received)
         return sent, received
@@ -98,7 +111,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
         With several KV-cache groups, the result also names the requests whose load failed.
         """
-        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids)
+        sent, received = (self.worker_half or self._no_worker()).get_finished(finished_req_ids, self._patience)
         failed = set()
         if self._several_groups:
             failed = self._ledger.failed(
