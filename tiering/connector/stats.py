@@ -6,10 +6,9 @@ Reports are plain data, because they cross process borders.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Self
 
-from tiering.connector.metrics import CONNECTOR, GAUGES, MANAGER, TIERS, OffloadingOperationMetrics
+from tiering.connector.metrics import CONNECTOR, GAUGES, MANAGER, TIERS
 from tiering.copy.contract import TransferType
 
 RECORDS = (MANAGER, CONNECTOR)
@@ -61,7 +60,7 @@ class OffloadingConnectorStats:
         self.data: dict[str, Any] = {} if data is None else data
         """Plain dicts and lists; counters are increments, gauges are present values.
 
-        - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``.
+        - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``, one per transfer.
         - ``"tiers"``: the fields of :class:`tiering.secondary.tier_stats.TierStats` by tier name.
         - ``"manager"``: the fields of :class:`tiering.manager.manager_stats.ManagerStats`.
         - ``"connector"``: the fields of the scheduler half's counters.
@@ -77,7 +76,7 @@ class OffloadingConnectorStats:
         """
         if num_bytes is None or time is None or transfer_type is None:
             return
-        operation = asdict(OffloadingOperationMetrics(num_bytes, time))
+        operation = {"op_size": num_bytes, "op_time": time}
         self.data.setdefault(transfer_type_name(transfer_type), []).append(operation)
 
     def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
