@@ -31,6 +31,16 @@ class Blocked(HostCopyHandler):
         return super()._copy(work)  # type: ignore[arg-type]
 
 
+class Counted(HostCopyHandler):
+    """A handler that counts the calls that copy."""
+
+    copies = 0
+
+    def _copy(self, work: object) -> float:
+        self.copies += 1
+        return super()._copy(work)  # type: ignore[arg-type]
+
+
 def spec(block: int = 1, row: int = 1) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
     return GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([row])
 
@@ -69,6 +79,43 @@ def test_a_copy_that_raises_is_a_failed_result(caplog: pytest.LogCaptureFixture)
     (result,) = handler.get_finished()
     assert not result.success
     assert "copy job 1 failed: out of order" in caplog.text
+    handler.shutdown()
+
+
+def test_small_transfers_of_a_step_are_one_copy_and_a_wrong_one_is_left_out() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    handler = Counted(cache, rows, layout, Direction.STORE)
+    places = {1: (7, 3), 2: (4, 0), 3: (9, 5)}
+    jobs = [(job_id, spec(*place)) for job_id, place in places.items()]
+    assert handler.transfer_all_async([*jobs, (4, spec(1, 10**6))]) == [4]
+    handler.wait([2])
+    assert [(result.job_id, result.success) for result in handler.get_finished()] == [(1, True), (2, True), (3, True)]
+    assert handler.copies == 1
+    for block, row in places.values():
+        assert rows[row, : layout.row_bytes].tobytes() == kv.gpu_block(cache, 0, block)
+    handler.shutdown()
+
+
+def test_transfers_beyond_the_bound_are_copied_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    monkeypatch.setattr("tiering.copy.host._TOGETHER_BYTES", 2 * layout.row_bytes)
+    handler = Counted(cache, kv.make_rows(layout), layout, Direction.STORE)
+    assert handler.transfer_all_async([(job_id, spec(job_id, job_id)) for job_id in range(5)]) == []
+    handler.wait(range(5))
+    assert [result.transfer_size for result in handler.get_finished()] == [layout.row_bytes] * 5
+    assert handler.copies == 3
+    handler.shutdown()
+
+
+def test_a_copy_of_several_transfers_that_raises_fails_them_all() -> None:
+    handler = blocked(ValueError("out of order"))
+    handler.gate.set()
+    assert handler.transfer_all_async([(1, spec()), (2, spec(2, 2))]) == []
+    handler.wait([1, 2])
+    assert [(result.job_id, result.success) for result in handler.get_finished()] == [(1, False), (2, False)]
     handler.shutdown()
 
 

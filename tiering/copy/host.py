@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +24,7 @@ from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy.contract import OffloadingHandler, TransferResult, TransferType
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.copy.submission import Order
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
@@ -31,6 +32,9 @@ logger = logging.getLogger("kv_tiering.copy")
 _CHUNK_BYTES = 1 << 20
 _SPLIT_BYTES = 16 << 20
 """Transfers of at least this many bytes are split over the threads."""
+
+_TOGETHER_BYTES = 4 << 20
+"""Most bytes of transfers that are copied together."""
 
 Pages = NDArray[np.void]
 
@@ -136,6 +140,25 @@ def _started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
+def _together(orders: Sequence[Order]) -> Sequence[GroupPages]:
+    """Return the pages of several transfers, those of one group together."""
+    if len(orders) == 1:
+        return orders[0].plan
+    by_group: dict[int, list[GroupPages]] = {}
+    for order in orders:
+        for pages in order.plan:
+            by_group.setdefault(pages.group, []).append(pages)
+    return [
+        GroupPages(
+            group,
+            np.concatenate([pages.gpu for pages in parts]),
+            np.concatenate([pages.rows for pages in parts]),
+            np.concatenate([pages.subs for pages in parts]),
+        )
+        for group, parts in by_group.items()
+    ]
+
+
 class HostCopyHandler(OffloadingHandler):
     """Copies in one direction between a KV cache in host memory and the primary rows.
 
@@ -173,25 +196,57 @@ class HostCopyHandler(OffloadingHandler):
         self._running: dict[int, _Running] = {}
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        started = time.monotonic()
+        return not self.transfer_all_async([(job_id, spec)])
+
+    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        """Start several transfers, small ones together: they end together, and if one fails, all of them do."""
+        refused: list[int] = []
+        batches: list[list[Order]] = []
+        room = 0
+        for job_id, spec in jobs:
+            order = self._order(job_id, spec)
+            if order is None:
+                refused.append(job_id)
+                continue
+            if not batches or order.size > room:
+                batches.append([])
+                room = _TOGETHER_BYTES
+            batches[-1].append(order)
+            room -= order.size
+        for orders in batches:
+            if not self._start(orders):
+                refused += [order.job_id for order in orders]
+        return refused
+
+    def _order(self, job_id: int, spec: TransferSpec) -> Order | None:
+        """Return a transfer that can be started; None if it cannot."""
         if job_id in self._running:
             logger.error("copy job %d is running already; it was not started again", job_id)
-            return False
+            return None
         try:
             gpu, cpu = split_spec(spec, self._direction)
-            store = self._direction is Direction.STORE
-            plan = plan_pages(self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=self._num_rows, store=store)
-            if store and not self._layout.writes:
-                self._running[job_id] = _Running(started, None, ())  # another rank writes what all ranks hold
-                return True
-            size = sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan)
-            work = [(layer, pages) for pages in plan for layer in self._layers[pages.group]]
-            parts = max(1, min(self._threads, len(work))) if size >= _SPLIT_BYTES else 1
-            futures = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
-        except (TransferError, RuntimeError) as error:  # RuntimeError: the pool is shut down
+            store, sizes = self._direction is Direction.STORE, self._num_blocks
+            plan = plan_pages(self._layout, gpu, cpu, num_blocks=sizes, num_rows=self._num_rows, store=store)
+        except TransferError as error:
             logger.error("copy job %d could not be started: %s", job_id, error)
-            return False
-        self._running[job_id] = _Running(started, size, futures)
+            return None
+        return Order(job_id, plan, sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan))
+
+    def _start(self, orders: Sequence[Order]) -> bool:
+        """Start transfers together; return False if the pool is shut down."""
+        started, size = time.monotonic(), sum(order.size for order in orders)
+        futures: tuple[Future[float], ...] = ()
+        writes = self._direction is Direction.LOAD or self._layout.writes
+        if writes:  # another rank writes what all ranks hold
+            work = [(layer, pages) for pages in _together(orders) for layer in self._layers[pages.group]]
+            parts = max(1, min(self._threads, len(work))) if size >= _SPLIT_BYTES else 1
+            try:
+                futures = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
+            except RuntimeError as error:
+                logger.error("%d copy jobs could not be started: %s", len(orders), error)
+                return False
+        for order in orders:
+            self._running[order.job_id] = _Running(started, order.size if writes else None, futures)
         return True
 
     def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
