@@ -287,6 +287,7 @@ def report(bench: Bench, rounds: Sequence[Round]) -> None:
     copies = ", ".join(
         f"{name} {costs.per_token(name, 'new', 'copies'):.1f}" for name in (OFFLOADING, SIMPLE_OFFLOAD, *STACKS)
     )
+    bench.note(f"Load of the machine at the end, engines included: {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores.")
     bench.note(f"Copies alone, inside the numbers, CPU us per token of the new small prompts: {copies}.")
 
 
@@ -304,7 +305,9 @@ def declare_targets(bench: Bench, costs: Costs) -> None:
         bench.target(f"{name}: steps against none", costs.ratio(name, NONE, "new", "steps"), 1.0, "max", "x")
         again = costs.ratio(name, NONE, "again")
         bench.target(f"{name}: CPU of the same again against none", again, 0.44, "max", "x")
-        bench.target(f"{name}: TTFT of a small hit against {theirs}", costs.ratio(name, theirs, "again", "ttft"), 1.0)
+        bench.target(
+            f"{name}: TTFT of a small hit against {theirs}", costs.ratio(name, theirs, "again", "ttft"), 1.0, unit="x"
+        )
         for what, shown in (("ttft", "TTFT"), ("cpu", "CPU")):
             ratio = costs.ratio(name, SIMPLE_OFFLOAD, "long again", what)
             bench.target(
