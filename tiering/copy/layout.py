@@ -185,7 +185,8 @@ def plan_pages(
 
 
 def _check_range(what: str, ids: Rows, limit: int) -> None:
-    if len(ids) and not (ids.min() >= 0 and ids.max() < limit):
+    # A negative number is a large one without its sign, so that one reduction finds both faults.
+    if len(ids) and ids.view(np.uint64).max() >= limit:
         raise TransferError(f"{what} {ids.min()} or {ids.max()} is not one of {limit}")
 
 
