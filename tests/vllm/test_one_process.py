@@ -74,16 +74,13 @@ def test_evicted_from_the_gpu_and_back_from_the_cpu(tiered: Engine, expected: di
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
 def test_negative_control_what_was_not_loaded_rightly_shows(
-    tiered: Engine, expected: dict[str, list[Answer]], mode: str, lie: Any
+    tiered: Engine, expected: dict[str, list[Answer]], lie: Any
 ) -> None:
     tiered.ask(PROMPTS)
     tiered.evict()
     with tiered.loads_through(lie):
         answers = tiered.ask(PROMPTS, params={"kv_tiering": {"store": False}})
-    one_load = (
-        mode != "tiering" and lie is OneWrongBlock
-    )  # the simple scheduler loads for all requests of a step at once
-    assert wrong(answers, expected["prompts"]) == ([0] if one_load else [0, 1, 2, 3])
+    assert wrong(answers, expected["prompts"]) == [0, 1, 2, 3]
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
