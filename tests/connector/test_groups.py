@@ -19,10 +19,19 @@ def spec_of(kind: str, window: int | None = None) -> FakeSpec:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "state_space", "linear_attention", "short_conv", "gdn_attention"])
-def test_state_space_groups_are_refused_with_the_way_out(kind: str) -> None:
-    spec = spec_of(kind)
-    with pytest.raises(ConfigError, match=r"KV-cache group 1 .*state-space.*run the model without it"):
-        OffloadingConnectorScheduler(spec)
+def test_groups_of_states_need_a_group_with_full_attention(kind: str) -> None:
+    full, state = build_groups(spec_of(kind))
+    assert (full.is_full, state.is_state) == (True, True)
+    alone = FakeSpec(EngineConfig(block_sizes=(4,), hash_block_size=4, groups=(KVCacheGroup(("b",), 4, None, kind),)))
+    with pytest.raises(ConfigError, match="states are offloaded only beside a group with full attention"):
+        OffloadingConnectorScheduler(alone)
+
+
+def test_states_have_no_larger_offloaded_blocks() -> None:
+    spec = spec_of("mamba")
+    larger = FakeSpec(spec.engine, {"block_size": 8})
+    with pytest.raises(ConfigError, match=r"block_size: cannot be used, KV-cache group 1 .*leave block_size out"):
+        build_groups(larger)
 
 
 @pytest.mark.parametrize(

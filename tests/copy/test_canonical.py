@@ -158,7 +158,9 @@ def test_one_tensor_whose_layers_lie_outside_is_split() -> None:
     ("tensors", "num_blocks", "message"),
     [
         ({}, 4, "no KV-cache tensors"),
-        ({"l0": [torch.zeros(4, 2)]}, 4, "state-space"),
+        ({"l0": "text"}, 4, "neither a tensor nor the tensors of a state"),
+        ({"l0": []}, 4, "neither a tensor nor the tensors of a state"),
+        ({"l0": [torch.zeros(2, 4)]}, 4, "the first dimension of a state is not the blocks"),
         ({"l0": torch.zeros(0, 2)}, 4, "empty"),
         ({"other": torch.zeros(4, 2)}, 4, "l0 of KV-cache group 0 has no KV-cache tensor"),
         ({"l0": torch.zeros(5, 3)}, 4, "neither of the first two dimensions is the 4 blocks"),
@@ -179,6 +181,18 @@ def test_what_cannot_be_canonical_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         canonicalize(tensors, [KVCacheGroup(("l0",), 16)], num_blocks)
+
+
+def test_the_tensors_of_a_state_are_one_page_without_its_padding() -> None:
+    memory = torch.zeros(4, 16)
+    convolution, state = memory[:, :2].view(4, 2, 1), memory[:, 2:10].view(4, 2, 4)
+    group = KVCacheGroup(("l0",), 16, None, "mamba")
+    found = canonicalize({"l0": [convolution, state]}, [group], 4)
+    ((ref,),) = found.group_data_refs
+    assert (ref.page_size_bytes, len(found.tensors)) == (40, 1)
+    memory[2] = torch.arange(16)
+    page = found.tensors[0].tensor[2, :40].view(torch.float32)
+    assert page.tolist() == list(range(10))
 
 
 def test_one_tensor_over_all_layers_needs_one_group() -> None:

@@ -187,3 +187,70 @@ def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
         qk_nope_head_dim=32,
         v_head_dim=32,
     )
+
+
+STATE_BLOCK = 64
+"""Block size in tokens at which a block of attention is at least as large as the states below."""
+
+
+def write_granite(directory: Path, seed: int = 0) -> Path:
+    """Write a Granite 4 (hybrid) without experts and return ``directory``.
+
+    Its layers are Mamba 2, full attention and Mamba 2.
+    """
+    return _write(
+        directory,
+        "GraniteMoeHybrid",
+        seed,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        shared_intermediate_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_head=32,
+        mamba_chunk_size=32,
+        position_embedding_type="rope",
+        attention_multiplier=0.18,
+    )
+
+
+def write_falcon_h1(directory: Path, seed: int = 0) -> Path:
+    """Write a Falcon-H1, with attention and Mamba 2 in each layer, and return ``directory``."""
+    return _write(
+        directory,
+        "FalconH1",
+        seed,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_head=32,
+        mamba_chunk_size=32,
+    )
+
+
+def write_nemotron_h(directory: Path, seed: int = 0) -> Path:
+    """Write a Nemotron-H and return ``directory``.
+
+    Its layers are Mamba 2, attention, Mamba 2 and a linear one.
+    """
+    return _write(
+        directory,
+        "NemotronH",
+        seed,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=1,
+        ssm_state_size=16,
+        chunk_size=32,
+    )

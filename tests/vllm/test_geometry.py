@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiering.engines.vllm.geometry import Geometry, cache_bytes, read_geometry, simple_cache
+from tiering.engines.vllm.geometry import Geometry, cache_bytes, read_geometry, simple_cache, zeroes_early
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
@@ -75,3 +75,49 @@ def test_the_simple_mode_refuses_context_parallelism() -> None:
     engine, simple = simple_cache(config, cache, read((config, cache), 64))
     with pytest.raises(ConfigError, match="context-parallel sizes of 2"):
         SimpleCPUOffloadScheduler(engine, simple, 1 << 20)
+
+
+def states(**words: Any) -> tuple[Any, Any]:
+    """Return a configuration with latent attention and one more group, which keeps states with padding."""
+    config, cache = configuration()
+    config.model_config.use_mla = True
+    config.cache_config.mamba_ssm_cache_dtype = words.pop("ssm", "float32")
+    spec = {"block_size": 32, "shapes": ((3, 4), (2, 8)), "dtypes": ("float32", "float32"), "mamba_type": "MAMBA2"}
+    spec |= {"mamba_cache_mode": "align", "page_size_bytes": PAGE, "real_page_size_bytes": 112, "tp_replicated": False}
+    cache.kv_cache_groups.append(SimpleNamespace(kv_cache_spec=SimpleNamespace(**spec | words), layer_names=["c"]))
+    cache.kv_cache_tensors.append(SimpleNamespace(size=PAGE * 10, shared_by=["c"]))
+    return config, cache
+
+
+def read_states(config: tuple[Any, Any]) -> Geometry:
+    return read_geometry(*config, lambda spec: "mamba" if hasattr(spec, "shapes") else "full_attention", 32)
+
+
+def test_a_state_is_stored_without_its_padding_and_by_every_rank_unless_all_hold_the_same() -> None:
+    geometry = read_states(states())
+    assert (geometry.replicated, geometry.group_bytes) == (False, (2 * 2 * PAGE, 2 * 112))
+    whole = read_states(states(tp_replicated=True))
+    assert (whole.replicated, whole.group_bytes) == (True, (2 * PAGE, 112))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shapes": ((4, 3), (2, 8))},
+        {"dtypes": ("float32", "bfloat16")},
+        {"mamba_type": "GDN_ATTN"},
+        {"mamba_cache_mode": "all"},
+        {"ssm": "float16"},
+    ],
+)
+def test_states_of_another_form_are_in_another_namespace(change: dict[str, Any]) -> None:
+    plain, other = read_states(states()).group_texts, read_states(states(**change)).group_texts
+    assert plain[0] == other[0] == read(configuration()).group_texts[0]
+    assert plain[1] != other[1]
+
+
+def test_the_second_runner_writes_early_where_it_copies_states() -> None:
+    runner = SimpleNamespace(use_v2_model_runner=True)
+    assert zeroes_early(runner, states()[1])
+    assert not zeroes_early(runner, configuration()[1])
+    assert not zeroes_early(SimpleNamespace(use_v2_model_runner=False), states()[1])

@@ -41,7 +41,6 @@ def test_what_is_supported_passes() -> None:
         (configuration(pipeline_parallel_size=2), "pipeline parallelism is not supported"),
         (configuration(prefill_context_parallel_size=2), "prefill context parallelism"),
         (configuration(distributed_executor_backend="external_launcher"), "use mp"),
-        (configuration("mamba"), "state-space group keeps one state"),
         (configuration("cross_attention"), "only full-attention and sliding-window"),
         (configuration(role="kv_consumer"), "kv_both"),
         (configuration(groups=0), "no KV cache"),
@@ -50,6 +49,32 @@ def test_what_is_supported_passes() -> None:
 def test_what_would_not_work_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(config)
+
+
+def states(mode: str = "align", **cache: Any) -> tuple[Any, Any]:
+    config, found = configuration("mamba")
+    found.kv_cache_groups[0].kv_cache_spec.mamba_cache_mode = mode
+    config.cache_config = SimpleNamespace(**cache)
+    return config, found
+
+
+def test_states_are_refused_unless_vllm_keeps_them_at_the_borders_of_blocks() -> None:
+    def check_states(config: tuple[Any, Any], hands_over: bool = True) -> None:
+        check_supported(*config, lambda spec: spec.kind, True, hands_over)
+
+    check_states(states())
+    with pytest.raises(ConfigError, match=r"KV-cache group 0 \(mamba, layer.0, .*set --enable-prefix-caching"):
+        check_states(states("none"))
+    with pytest.raises(ConfigError, match="--mamba-cache-mode all is not supported; set --mamba-cache-mode align"):
+        check_states(states("all"))
+    with pytest.raises(ConfigError, match="ReplaySSM"):
+        check_states(states(use_replayssm=True))
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.32 or newer"):
+        check_states(states(), hands_over=False)
+    drafting = states()
+    drafting[0].speculative_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match="speculative decoding"):
+        check_states(drafting)
 
 
 def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_prefix() -> None:

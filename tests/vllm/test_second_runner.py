@@ -116,11 +116,14 @@ def orders(gpu_block: int, row: int, job_id: int) -> dict[str, TransferOrder]:
     return {"a": TransferOrder(job_id, (GPULoadStoreSpec([gpu_block], [1], [0]), CPULoadStoreSpec([row])))}
 
 
+@pytest.mark.parametrize("orders_of", ["reqs_to_store", "states_to_store"])
 def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(
-    runner: Runner, request: pytest.FixtureRequest
+    runner: Runner, request: pytest.FixtureRequest, orders_of: Any
 ) -> None:
     """With the negative control: a worker that does not know of early writes stores the zeros."""
-    runner.step(OffloadingConnectorMetadata(reqs_to_store=orders(3, 5, 1)), computed={3: 77})
+    metadata = OffloadingConnectorMetadata()
+    setattr(metadata, orders_of, orders(3, 5, 1))
+    runner.step(metadata, computed={3: 77})
     runner.step(OffloadingConnectorMetadata(jobs_to_flush=frozenset({1})), zeroed=3, computed={3: 99})
     expected = 77 if "writes early" in request.node.name else 0
     assert set(runner.spec.rows[5].tolist()) == {expected}

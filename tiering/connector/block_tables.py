@@ -27,7 +27,15 @@ class BlockTables(Generic[Tracked]):
     """
 
     def __init__(self, groups: Sequence[OffloadGroup], states: dict[str, Tracked]) -> None:
-        self.suspects = SuspectBlocks(group.gpu_block_size for group in groups)
+        self._states = [group for group in groups if group.is_state]
+        """The groups that keep states.
+
+        The engine moves their blocks, so a place in their tables means nothing.
+        """
+        attended = [group for group in groups if not group.is_state]
+        self._attended = [group.group_idx for group in attended] if self._states else None
+        """Indexes of the groups whose blocks have fixed places; None: all."""
+        self.suspects = SuspectBlocks(group.gpu_block_size for group in attended)
         """GPU blocks whose KV must not be stored."""
         self.groups = groups
         """The KV-cache groups."""
@@ -54,7 +62,7 @@ class BlockTables(Generic[Tracked]):
 
         Steps in flight may still report that a load did not fill some of these blocks.
         """
-        self.suspects.give_up(state.tables, self._step)
+        self.suspects.give_up(self._places(state.tables), self._step)
 
     def start_over(self, state: Tracked) -> None:
         """Forget the blocks of a request that has not computed anything yet, or was preempted.
@@ -99,15 +107,18 @@ class BlockTables(Generic[Tracked]):
             return True
         if start > invalid_from:
             return False
-        state.invalid_from = self.suspects.recomputed(state.tables, invalid_from, start + tokens)
+        state.invalid_from = self.suspects.recomputed(self._places(state.tables), invalid_from, start + tokens)
         return True
 
-    def distrust(self, unfilled: Collection[int]) -> set[int]:
+    def distrust(self, unfilled: Collection[int]) -> set[int] | None:
         """Mark blocks that loads of other connectors did not fill, and all blocks computed on top of them.
 
         Returns:
-            All marked blocks.
+            All marked blocks; None: all blocks that hold KV now, because tables do not show the blocks behind a state.
         """
+        if self._states:
+            self.reset(None)
+            return None
         states = list(self.states.values())
         wrong = self.suspects.spread(unfilled, [state.tables for state in states], self._step)
         for state in states:
@@ -131,8 +142,33 @@ class BlockTables(Generic[Tracked]):
 
     def _assign(self, state: Tracked, block_ids: BlockIds) -> None:
         """Replace all GPU blocks of a request."""
-        state.invalid_from = self.suspects.assigned(state.tables, block_ids, state.found_tokens, state.invalid_from)
+        known, tables = self._places(state.tables), self._places(block_ids)
+        state.invalid_from = self.suspects.assigned(known, tables, state.found_tokens, state.invalid_from)
+        if self._states and (self.suspects or state.invalid_from is not None):
+            self._assign_states(state, block_ids)
         state.set_blocks(block_ids)
+
+    def _assign_states(self, state: Tracked, block_ids: BlockIds) -> None:
+        """Distrust a request that starts from a suspect state, and mark the blocks of its later states."""
+        found = state.found_tokens
+        for group in self._states:
+            table = block_ids[group.group_idx]
+            start = len(table) if found is None else found // group.gpu_block_size
+            # A state replaces the states before it; if nothing is known, each of them may have been found.
+            before = table if found is None else table[max(0, start - 1) : start]
+            if any(block in self.suspects for block in before):
+                state.distrust(0)
+                tables = zip(self.groups, block_ids, strict=True)
+                self.suspects.filled([ids[(found or 0) // other.gpu_block_size :] for other, ids in tables], 0)
+                return
+        self.suspects.filled(
+            [block_ids[group.group_idx][(found or 0) // group.gpu_block_size :] for group in self._states],
+            state.invalid_from,
+        )
+
+    def _places(self, tables: BlockIds) -> BlockIds:
+        """Return those of a request's block tables whose blocks have fixed places."""
+        return tables if self._attended is None else [tables[index] for index in self._attended]
 
     def _started(self, req_id: str, block_ids: BlockIds, computed: int) -> None:
         """Process a request that runs for the first time, or again after a preemption."""

@@ -133,7 +133,9 @@ class Completions:
         """
         if not unfilled:
             return
-        dropped = self._jobs.distrust(self._fences.conflicts(list(self._tables.distrust(unfilled))))
+        wrong = self._tables.distrust(unfilled)
+        jobs = [job.job_id for job in self._jobs] if wrong is None else self._fences.conflicts(list(wrong))
+        dropped = self._jobs.distrust(jobs)
         self._counters.stores_failed += len(dropped)
         self._warn_foreign(
             "%d GPU blocks hold no KV, or that of another adapter; %d stores are dropped",

@@ -2,9 +2,10 @@
 
 A hit of n tokens needs all blocks up to n of each full-attention group. Of each sliding-window group the hit needs the
 blocks that the first token after the hit attends to, and the blocks that the engine retains beside them. Of a group
-that keeps a state the hit needs the last block, and ends where that block ends. A group that contains layers of a
-speculative head (``is_eagle``) needs one block more, which is not loaded. The engine's own prefix cache matches and
-drops that block too, because the head computes the end of a block from the token after the block.
+that keeps a state the hit needs the last block, and ends where that block ends. The engine moves and overwrites states,
+so a state is stored only from the block that the engine hands over (:mod:`tiering.connector.handed_states`). A group
+that contains layers of a speculative head (``is_eagle``) needs one block more, which is not loaded. The engine's own
+prefix cache matches and drops that block too, because the head computes the end of a block from the token after it.
 
 Hits end at a border between blocks of a full-attention group, or of any group in a model without full attention. A
 group with larger blocks then loads the block in which the hit ends, and the engine recomputes the tail of that block.
@@ -144,8 +145,8 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     """Return the KV-cache groups of the engine that ``spec`` describes.
 
     Raises:
-        ConfigError: a group's KV cannot be offloaded block by block. This applies to state-space groups, which keep one
-            state instead of blocks, and to kinds whose blocks cannot be told apart by position.
+        ConfigError: a group's KV cannot be offloaded block by block. This applies to kinds whose blocks cannot be told
+            apart by position, and to groups of states without full attention, or with larger offloaded blocks.
     """
     engine_groups = spec.engine.groups
     if engine_groups and len(engine_groups) != len(spec.gpu_block_size):
@@ -157,13 +158,19 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
         dataclasses.replace(engine_groups[idx] if engine_groups else KVCacheGroup((), size), gpu_block_size=size)
         for idx, size in enumerate(spec.gpu_block_size)
     ]
-    for idx, group in enumerate(groups):
-        if kind_of(group) is GroupKind.STATE:
+    built = offload_groups(groups, spec.hash_block_size, spec.block_size_factor)
+    for group in built:
+        if group.is_state and spec.block_size_factor > 1:
             raise ConfigError(
-                f"KV-cache group {idx} ({group.kind}): a state-space group keeps one state and no blocks per token, "
-                "which this connector cannot offload; run the model without it"
+                f"block_size: cannot be used, KV-cache group {group.group_idx} ({groups[group.group_idx].kind}) keeps "
+                "one state per GPU block; leave block_size out"
             )
-    return offload_groups(groups, spec.hash_block_size, spec.block_size_factor)
+        if group.is_state and not any(other.is_full for other in built):
+            raise ConfigError(
+                f"KV-cache group {group.group_idx} ({groups[group.group_idx].kind}): states are offloaded only beside "
+                "a group with full attention, which the model lacks; run the model without this connector"
+            )
+    return built
 
 
 def offload_groups(groups: Sequence[KVCacheGroup], hash_block_size: int, factor: int = 1) -> tuple[OffloadGroup, ...]:

@@ -61,8 +61,9 @@ class HitSearch:
         self._full = [group for group in groups if group.is_full]
         self.measure = (self._full or groups)[0]
         """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
-        self._windows = [group for group in groups if group.window_blocks]
-        states = [group.offloaded_block_size for group in groups if group.is_state]
+        self._windows = [group for group in groups if group.window_blocks and not group.is_state]
+        self._states = [group for group in groups if group.is_state]
+        states = [group.offloaded_block_size for group in self._states]
         self._ends = sorted({math.lcm(group.offloaded_block_size, *states) for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
         self.tokens_to_leave = max(tokens_to_leave, *map(self._recomputes_across_a_border, groups))
@@ -70,11 +71,13 @@ class HitSearch:
 
         When all of a request is held, the engine recomputes the last token. The last token attends to one token more on
         the left than the token after it. Where that token lies in an earlier block, which the hit does not need, the
-        hit must leave at least one token to compute.
+        hit must leave at least one token to compute. A state cannot be computed back by one token either.
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:
         """Return True if :attr:`tokens_to_leave` must be 1 because of ``group``."""
+        if group.is_state:
+            return True
         if group.sliding_window is None or group.reach >= group.sliding_window:
             return False
         return group.reach % math.gcd(group.gpu_block_size, *self._ends) == 0
@@ -95,10 +98,10 @@ class HitSearch:
     def longest(self, keys: Sequence[Sequence[OffloadKey]], computed: int, limit: int, ctx: ReqContext) -> Hit:
         """Return the longest usable prefix, in whole blocks.
 
-        The search probes the full-attention groups first, as a prefix from the block of the first uncomputed token.
-        Then the search probes the windows from the right. A block that is missing in a window moves the end to the
-        start of that block, and all windows are probed again. No probe can start a promotion for a hit of less than one
-        block.
+        The search probes the states first, from the right: few positions of a request have any. Then it probes the
+        full-attention groups, as a prefix from the block of the first uncomputed token, and the windows from the right.
+        A block that is missing in a window moves the end to the start of that block, and all windows are probed again.
+        The states are probed again at a shorter end. No probe can start a promotion for a hit of less than one block.
 
         Args:
             keys: keys of the request's blocks, by group.
@@ -114,6 +117,40 @@ class HitSearch:
             known = (len(keys[group.group_idx]) - group.lookahead_blocks) * group.offloaded_block_size
             end = min(end, known)
         end = self._aligned(end)
+        if self._states:
+            return self._with_states(keys, computed, end, ctx)
+        return self._attended(keys, computed, end, ctx)
+
+    def _with_states(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext) -> Hit:
+        """Return the longest usable prefix of at most ``end`` tokens at whose end all states are held."""
+        probes = self._most_probes
+        while end - computed >= self._least and probes:
+            found, pending = self._probe_states(keys, end, ctx)
+            if found:
+                hit = self._attended(keys, computed, end, ctx)
+                if hit.tokens == end or hit.pending:
+                    return Hit(hit.tokens, pending or hit.pending)
+                end = self._aligned(hit.tokens)
+            elif pending:
+                return Hit(end, True)
+            else:
+                end = self._aligned(end - 1)
+            probes -= 1
+        return Hit(computed, False)
+
+    def _probe_states(self, keys: Sequence[Sequence[OffloadKey]], end: int, ctx: ReqContext) -> tuple[bool, bool]:
+        """Return True if the states of all groups at ``end`` are held, and True if the answer may change."""
+        pending = False
+        for group in self._states:
+            blocks = end // group.offloaded_block_size
+            answer = self._held.match_prefix(keys[group.group_idx][blocks - 1 : blocks], ctx)
+            pending = pending or answer.pending
+            if not answer.hits:
+                return False, answer.pending
+        return True, pending
+
+    def _attended(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext) -> Hit:
+        """Return the longest usable prefix of at most ``end`` tokens, without regard to states."""
         pending = False
         for group in self._full:
             if end - computed < self._least:

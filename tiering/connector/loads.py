@@ -31,9 +31,12 @@ class _Part(NamedTuple):
     keys: Sequence[OffloadKey]
     """Keys of the offloaded blocks that contain these GPU blocks."""
 
-    def is_whole(self, factor: int) -> bool:
-        """Return True if every GPU block is allocated and has a key."""
+    def is_whole(self, group: OffloadGroup) -> bool:
+        """Return True if every GPU block is allocated and has a key; a state has one block."""
+        factor = group.block_size_factor
         blocks = -(-(self.first + len(self.block_ids)) // factor) - self.first // factor
+        if group.is_state and blocks != 1:
+            return False
         return len(self.keys) == blocks and 0 not in self.block_ids
 
 
@@ -195,8 +198,7 @@ class LoadPlanner:
         The rows are None if nothing can be loaded. A part of a hit is loaded only without window groups: another end
         needs other window blocks, for which no GPU blocks were allocated.
         """
-        factor = self._groups[0].block_size_factor
-        if not keys or not all(part.is_whole(factor) for part in parts):
+        if not keys or not all(map(_Part.is_whole, parts, self._groups)):
             return None, 0
         try:
             return self._manager.prepare_load(keys, state.ctx), len(keys)

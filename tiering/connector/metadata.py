@@ -31,6 +31,8 @@ class OffloadingConnectorMetadata:
     """Load order of each request that loads in this step."""
     reqs_to_store: dict[ReqId, TransferOrder] = field(default_factory=dict)
     """Store order of each request that stores in this step."""
+    states_to_store: dict[ReqId, TransferOrder] = field(default_factory=dict)
+    """Store order of each request whose states the engine hands over in this step."""
     jobs_to_flush: frozenset[int] = frozenset()
     """Running or deferred jobs that must end before this step touches the KV cache.
 

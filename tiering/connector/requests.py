@@ -128,6 +128,7 @@ class RequestState(TrackedRequest[GroupState]):
         ends = [
             ((group.cursor + 1) * layout.offloaded_block_size, layout.volatile_tokens)
             for layout, group in zip(layouts, self.groups, strict=True)
+            if not layout.is_state
         ]
         limit = self.store_limit
         self.next_store_at = min((end + volatile for end, volatile in ends if end <= limit), default=NEVER)
@@ -163,6 +164,8 @@ class FencedTables(BlockTables[RequestState]):
             self.follow(output)
         else:
             self._step += 1
+        if self._states:
+            self._copied(getattr(output, "kv_cache_block_copies", None) or ())
         if not self._taken:
             return []
         taken, self._taken = self._taken, []
@@ -180,6 +183,16 @@ class FencedTables(BlockTables[RequestState]):
     def _preempted(self, state: RequestState) -> None:
         super()._preempted(state)
         state.may_load = state.policy.load
+
+    def _copied(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Take the blocks that the engine copies other blocks to; their tables may not name them.
+
+        Args:
+            copies: source and destination of each copy.
+        """
+        for source, target in copies:
+            self._taken.append(target)
+            self.suspects.filled([[target]], 0 if source in self.suspects else None)
 
     def _take_unfilled(self, block_ids: BlockIds, filled: int) -> None:
         """Add the blocks of a request that hold no computed tokens yet, from token ``filled`` on."""

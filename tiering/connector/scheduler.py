@@ -34,6 +34,7 @@ from tiering.connector.counters import counts_seconds
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.groups import build_groups
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
+from tiering.connector.handed_states import HandedStates
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
@@ -92,6 +93,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, clock)
         """Planner of loads."""
         self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
+        states = any(group.is_state for group in groups)
+        self._handed = HandedStates(groups, self.manager, self.fences, self._stores) if states else None
         self._storing: set[ReqId] = set()
         """Ids of the requests that may have blocks to store soon, or may not be stored at present.
 
@@ -172,8 +175,11 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
-        if stores or flush:
-            self._counters.stores += len(stores)
+        states = dict[ReqId, TransferOrder]()
+        if self._handed is not None and not self._completions.orphans:
+            states = self._handed.plan(scheduler_output, self.states)
+        if stores or flush or states:
+            self._counters.stores += len(stores) + len(states)
             self._counters.jobs_flushed += len(flush)
         self.manager.on_schedule_end()
         if self.manager.new_epochs != self._new_epochs:
@@ -182,9 +188,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         metadata = NOTHING_TO_DO
         if ordered is not None:
             loads, failed_loads = ordered
-            metadata = OffloadingConnectorMetadata(loads, stores, flush, failed_loads)
-        elif stores or flush:
-            metadata = OffloadingConnectorMetadata(reqs_to_store=stores, jobs_to_flush=flush)
+            metadata = OffloadingConnectorMetadata(loads, stores, states, flush, failed_loads)
+        elif stores or flush or states:
+            metadata = OffloadingConnectorMetadata({}, stores, states, flush)
         self._counters.scheduler_seconds += perf_counter() - began
         return metadata
 

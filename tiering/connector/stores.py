@@ -25,7 +25,7 @@ from tiering.runtime.ratelimit import LimitedWarning
 logger = logging.getLogger("kv_tiering.connector")
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """The blocks of one KV-cache group that are offered to the manager."""
 
     positions: Sequence[int]
@@ -67,7 +67,9 @@ class StorePlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
-        self._windows = [group for group in groups if not group.is_full]
+        self._windows = [group for group in groups if not group.is_full and not group.is_state]
+        self._placed = [group for group in groups if not group.is_state]
+        """The groups whose blocks are offered by their place. States are handed over instead."""
         self._manager = manager
         self._jobs = jobs
         self._fences = fences
@@ -150,7 +152,7 @@ class StorePlanner:
             gone = -(-group.skipped_blocks(start) // group.block_size_factor)
             group_state = state.groups[group.group_idx]
             group_state.cursor = max(group_state.cursor, gone)
-        offered_from = min(s.cursor * g.offloaded_block_size for g, s in zip(self._groups, state.groups, strict=True))
+        offered_from = min(state.groups[g.group_idx].cursor * g.offloaded_block_size for g in self._placed)
         whole = min(computed, state.store_limit)
         limit = min(whole, offered_from + most_tokens)
         ends = [
@@ -168,7 +170,7 @@ class StorePlanner:
                 return None, limit - offered_from
             state.pace.accepted(all_blocks=limit == whole)
             if len(output.keys_to_store):
-                order = self._order(state, offers, keys, output.keys_to_store, output.store_spec)
+                order = self.order(state, offers, keys, output.keys_to_store, output.store_spec)
         for group_state, end in zip(state.groups, ends, strict=True):
             group_state.cursor = max(group_state.cursor, end)
         state.schedule_next_store(self._groups)
@@ -177,10 +179,12 @@ class StorePlanner:
     def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
         """Return the position of the first offloaded block of the group that cannot be offered yet."""
         group_state = state.groups[group.group_idx]
+        if group.is_state:
+            return 0
         blocks = len(group_state.block_ids) // group.block_size_factor
         return min(max(confirmed, 0) // group.offloaded_block_size, len(group_state.keys), blocks)
 
-    def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> _Offer:
+    def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> Offer:
         """Return the blocks of ``group`` before position ``end`` that are to be offered now."""
         group_state, factor = state.groups[group.group_idx], group.block_size_factor
         first = min(group_state.cursor, end)
@@ -188,18 +192,18 @@ class StorePlanner:
         keys, block_ids = group_state.keys[first:end], np.array(table, dtype=np.int64)
         has_nulls = 0 in table
         if not group.hit_ends and not has_nulls:
-            return _Offer(range(first, end), keys, block_ids)
+            return Offer(range(first, end), keys, block_ids)
         positions = np.arange(first, end)
         wanted = group.usable(positions) if group.hit_ends else np.ones(len(positions), np.bool_)
         if has_nulls:
             wanted &= block_ids.reshape(-1, factor).all(axis=1)
         block_ids = block_ids.reshape(-1, factor)[wanted].reshape(-1)
-        return _Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids)
+        return Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids)
 
-    def _order(
+    def order(
         self,
         state: RequestState,
-        offers: Sequence[_Offer],
+        offers: Sequence[Offer],
         offered: list[OffloadKey],
         wanted: list[OffloadKey],
         destination: LoadStoreSpec,
@@ -239,7 +243,7 @@ class StorePlanner:
 
 
 def _in_offered_order(
-    offers: Sequence[_Offer], offered: list[OffloadKey], wanted: list[OffloadKey], destination: LoadStoreSpec
+    offers: Sequence[Offer], offered: list[OffloadKey], wanted: list[OffloadKey], destination: LoadStoreSpec
 ) -> tuple[list[OffloadKey], LoadStoreSpec, list[NDArray[np.bool_] | None]]:
     """Return the wanted keys and their rows in the order of the offer, and a mask by group.
 

@@ -30,7 +30,7 @@ from tiering.api.masking import shown_name
 from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
 from tiering.connector.stats import OffloadingConnectorStats
-from tiering.copy.canonical import canonicalize, canonicalize_cross_layers
+from tiering.copy.canonical import LayerCache, canonicalize, canonicalize_cross_layers
 from tiering.copy.contract import OffloadingWorker, TransferResult
 from tiering.copy.handlers import HandlerEntry
 from tiering.errors import ConfigError
@@ -239,11 +239,11 @@ class OffloadingConnectorWorker(WorkerHalf):
 
     # ----------------------------------------------------------------------------------------------------- registration
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the engine's KV cache, once.
 
         Args:
-            kv_caches: KV-cache tensor of each layer, by layer name.
+            kv_caches: KV-cache tensor of each layer, or the tensors of its state, by layer name.
 
         Raises:
             ConfigError: the layout cannot be offloaded, or a KV cache is registered already.
@@ -294,6 +294,8 @@ class OffloadingConnectorWorker(WorkerHalf):
             return
         self._prepared = metadata
         self._deferred += metadata.reqs_to_store.items()
+        if metadata.states_to_store:
+            self._deferred += metadata.states_to_store.items()
         if self._writes_early and self._deferred:
             jobs = [order.job_id for _, order in self._deferred]
             self._submit_deferred()

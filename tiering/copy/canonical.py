@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 import torch
 
@@ -25,7 +26,11 @@ _SMALLEST_PIECE = 256
 """Smallest piece of a page in bytes. Copies of smaller pieces would cost more than they save."""
 
 
-def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
+LayerCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""The KV-cache tensor of a layer; or the tensors of its state, each with the block as first dimension."""
+
+
+def infer_num_blocks(kv_caches: Mapping[str, LayerCache]) -> int:
     """Return the number of GPU blocks: each tensor's first dimension, or its second where the first is 2.
 
     Raises:
@@ -33,7 +38,8 @@ def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
     """
     found = {
         tensor.shape[1] if tensor.shape[0] == 2 and tensor.dim() > 1 else tensor.shape[0]
-        for tensor in kv_caches.values()
+        for cache in kv_caches.values()
+        for tensor in _tensors(cache)
     }
     if len(found) != 1:
         raise ConfigError(
@@ -43,7 +49,7 @@ def infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
 
 
 def canonicalize(
-    kv_caches: Mapping[str, torch.Tensor], groups: Sequence[KVCacheGroup], num_blocks: int | None = None
+    kv_caches: Mapping[str, LayerCache], groups: Sequence[KVCacheGroup], num_blocks: int | None = None
 ) -> CanonicalKVCaches:
     """Return the canonical form of an engine's KV cache.
 
@@ -52,7 +58,7 @@ def canonicalize(
     blocks (attention kernels with smaller blocks than the scheduler's) holds each block in neighbouring parts.
 
     Args:
-        kv_caches: KV-cache tensor of each layer, by layer name.
+        kv_caches: KV-cache tensor of each layer, or the tensors of its state, by layer name.
         groups: the engine's KV-cache groups.
         num_blocks: number of GPU blocks; default: inferred from the tensors.
 
@@ -61,14 +67,15 @@ def canonicalize(
     """
     if not kv_caches:
         raise ConfigError("the engine registered no KV-cache tensors")
-    for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor):
+    for name, cache in kv_caches.items():
+        tensors = _tensors(cache)
+        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ConfigError(
-                f"layer {name}: its KV cache is a {type(tensor).__name__}, not a tensor; "
-                "state-space layers cannot be offloaded"
+                f"layer {name}: its KV cache is a {type(cache).__name__}, neither a tensor nor the tensors of a state"
             )
-        if tensor.dim() == 0 or tensor.numel() == 0:
-            raise ConfigError(f"layer {name}: its KV cache of shape {tuple(tensor.shape)} is empty")
+        for tensor in tensors:
+            if tensor.dim() == 0 or tensor.numel() == 0:
+                raise ConfigError(f"layer {name}: its KV cache of shape {tuple(tensor.shape)} is empty")
     blocks = infer_num_blocks(kv_caches) if num_blocks is None else num_blocks
     builder = _Builder(blocks)
     refs = []
@@ -89,8 +96,8 @@ def canonicalize(
             raise ConfigError(f"KV-cache group {index} has no layers")
         own.update(pieces)
         refs.append(tuple(map(builder.add, _joined(pieces.values()))))
-    for layer, tensor in kv_caches.items():
-        if any(piece.place not in own for piece in builder.pieces(layer, tensor)):
+    for layer, cache in kv_caches.items():
+        if any(piece.place not in own for piece in builder.pieces(layer, cache)):
             raise ConfigError(f"layer {layer} has KV of its own but is in no KV-cache group: its blocks would be lost")
     return CanonicalKVCaches(tuple(builder.tensors), tuple(refs))
 
@@ -111,6 +118,10 @@ def canonicalize_cross_layers(
         [KVCacheGroup((ALL_LAYERS,), group.gpu_block_size, group.sliding_window, group.kind)],
         num_blocks,
     )
+
+
+def _tensors(cache: LayerCache) -> Sequence[torch.Tensor]:
+    return (cache,) if isinstance(cache, torch.Tensor) else cache if isinstance(cache, Sequence) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +185,20 @@ class _Builder:
         raw.set_(storage, offset, (self.num_blocks, width), (stride, 1))
         return CanonicalKVCacheTensor(raw, width)
 
-    def pieces(self, layer: str, tensor: torch.Tensor) -> Iterator[_Piece]:
+    def pieces(self, layer: str, cache: LayerCache) -> Iterator[_Piece]:
         """Yield the pieces that ``layer`` has of each block, in logical order."""
-        dim, ratio = self._block_dim(layer, tensor)
+        if isinstance(cache, torch.Tensor):
+            yield from self._pieces(layer, cache, *self._block_dim(layer, cache))
+            return
+        for tensor in cache:
+            if tensor.shape[0] != self.num_blocks:
+                raise ConfigError(
+                    f"layer {layer}: {self._describe(tensor)}: the first dimension of a state is not the blocks"
+                )
+            yield from self._pieces(layer, tensor, 0, 1)
+
+    def _pieces(self, layer: str, tensor: torch.Tensor, dim: int, ratio: int) -> Iterator[_Piece]:
+        """Yield the pieces of one tensor, whose block dimension has ``ratio`` entries for each block."""
         item = tensor.element_size()
         step = tensor.stride(dim)
         others = [(tensor.shape[d], tensor.stride(d)) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]

@@ -343,7 +343,11 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             return
         wrong = self._tables.distrust(unfilled)
         stores = [*self.ordered, *((store.referenced, store.cpu_blocks) for store in self._stores)]
-        dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=False) if gpu in wrong]
+        if wrong is None:
+            dropped = [cpu for _, cpu_blocks in stores for cpu in cpu_blocks]
+            wrong = {gpu for gpu_blocks, _ in stores for gpu in gpu_blocks}
+        else:
+            dropped = [cpu for blocks in stores for gpu, cpu in zip(*blocks, strict=False) if gpu in wrong]
         self.events.store_failed(self.cpu_block_pool.discard(dropped))
         self.lazy.failed(wrong)
         self._warn(

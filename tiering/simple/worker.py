@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-import torch
-
 from tiering.api.engine import CanonicalKVCaches, EngineConfig
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.worker import WorkerHalf
-from tiering.copy.canonical import canonicalize
+from tiering.copy.canonical import LayerCache, canonicalize
 from tiering.copy.handlers import HandlerEntry, make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
@@ -55,11 +53,11 @@ class SimpleCPUOffloadWorker(WorkerHalf):
 
     # ----------------------------------------------------------------------------------------------------- registration
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the engine's KV cache and allocate the CPU memory; called once.
 
         Args:
-            kv_caches: KV-cache tensor of each layer, by layer name.
+            kv_caches: KV-cache tensor of each layer, or the tensors of its state, by layer name.
 
         Raises:
             ConfigError: the layout cannot be offloaded or differs from the configuration.
@@ -67,7 +65,7 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         """
         self._register(self._allocate(kv_caches))
 
-    def _allocate(self, kv_caches: Mapping[str, torch.Tensor]) -> Iterator[HandlerEntry]:
+    def _allocate(self, kv_caches: Mapping[str, LayerCache]) -> Iterator[HandlerEntry]:
         """Allocate the CPU memory, and yield the copy handlers."""
         gpu, num_blocks = self._gpu_config, self._cpu_config.num_blocks
         layers = chain.from_iterable(group.layer_names for group in gpu.kv_cache_groups)

@@ -80,6 +80,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.core.sched import output as scheduler_output  # noqa: E402
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
 
 from tiering.engines.vllm.scheduler_side import SchedulerSide  # noqa: E402
@@ -115,7 +116,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
                 f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; "
                 "if MultiConnector names it twice, write all tiers into one stack"
             )
-        check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None)
+        check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None, _hands_over_states())
         _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
         self._several_groups = len(geometry.engine.groups) > 1
@@ -296,6 +297,12 @@ def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> T
         replica=geometry.replica,
         enable_events=_publishes_events(vllm_config),
     )
+
+
+def _hands_over_states() -> bool:
+    """Return True if this vLLM names the blocks that have the states which its prefix cache keeps."""
+    described = getattr(scheduler_output, "KVConnectorBlockState", None)
+    return "boundary_state_offloads" in getattr(described, "__annotations__", {})
 
 
 def _kind_of(spec: Any) -> str:

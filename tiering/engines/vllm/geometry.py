@@ -15,7 +15,6 @@ from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
 _REFUSED_KINDS = {
-    "mamba": "a state-space group keeps one state and no blocks per token, which cannot be offloaded block by block",
     "chunked_local_attention": "only full-attention and sliding-window groups can be offloaded",
     "encoder_only_attention": "only full-attention and sliding-window groups can be offloaded",
     "cross_attention": "only full-attention and sliding-window groups can be offloaded",
@@ -46,7 +45,11 @@ class Geometry:
 
 
 def check_supported(
-    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], reports_requests: bool
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kind_of: Callable[[Any], str],
+    reports_requests: bool,
+    hands_over_states: bool = False,
 ) -> None:
     """Refuse configurations that cannot work, before anything is opened.
 
@@ -56,6 +59,8 @@ def check_supported(
         kind_of: vLLM's function that returns the kind of a KV-cache spec.
         reports_requests: True if this vLLM accepts reports of requests with failed loads, which models with several
             KV-cache groups need.
+        hands_over_states: True if this vLLM names the blocks with the states that its prefix cache keeps; default:
+            False.
 
     Raises:
         ConfigError: the configuration is unsupported; the message says what to change.
@@ -90,6 +95,13 @@ def check_supported(
                 f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; "
                 "run the model without this connector"
             )
+        if kind == "mamba":
+            _check_states(vllm_config, group, f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...)")
+            if not hands_over_states:
+                raise ConfigError(
+                    f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): this vLLM does not hand states "
+                    "over to connectors; use vLLM 0.32 or newer"
+                )
         if getattr(_first(group.kv_cache_spec), "rswa_window", None) is not None:
             raise ConfigError(
                 f"KV-cache group {index} (reference sliding window): a running request frees blocks in its middle, so "
@@ -110,6 +122,26 @@ def check_supported(
             f"the model has {len(groups)} KV-cache groups, and this vLLM cannot handle failed loads of such models; "
             "use vLLM 0.30 or newer"
         )
+
+
+def _check_states(vllm_config: Any, group: Any, name: str) -> None:
+    """Check that vLLM keeps states at the borders of blocks, and keeps them whole.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    mode = str(getattr(_first(group.kv_cache_spec), "mamba_cache_mode", "none"))
+    if mode == "none":
+        raise ConfigError(f"{name}: vLLM keeps no states without its own prefix cache; set --enable-prefix-caching")
+    if mode != "align":
+        raise ConfigError(f"{name}: --mamba-cache-mode {mode} is not supported; set --mamba-cache-mode align")
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError(
+            f"{name}: vLLM moves states after the step if drafts are rejected, so models with states are not supported "
+            "together with speculative decoding; turn one of the two off"
+        )
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        raise ConfigError(f"{name}: ReplaySSM does not keep whole states; turn use_replayssm off")
 
 
 def check_role(transfer: Any) -> None:
@@ -171,7 +203,10 @@ def read_geometry(
         replicated=replicated,
         rank=int(parallel.rank),
         replica=_replica(parallel, engine.engine_id),
-        group_texts=tuple(map(_text, groups, kv_cache_config.kv_cache_groups, pages)),
+        group_texts=tuple(
+            _text(group, found, sizes) + _state_text(vllm_config, group, found)
+            for group, found, sizes in zip(groups, kv_cache_config.kv_cache_groups, pages, strict=True)
+        ),
         kv_dtype=_kv_dtype(vllm_config),
     )
 
@@ -204,13 +239,18 @@ def _tensors(kv_cache_config: Any) -> tuple[KVCacheTensor, ...]:
 
 
 def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Return True if vLLM zeroes newly allocated blocks before it calls the connector for the step.
+    """Return True if vLLM writes to newly allocated blocks before it calls the connector for the step.
 
-    vLLM's second model runner zeroes blocks (where caches of several precisions share blocks) while it prepares the
-    step. The first one calls ``handle_preemptions`` before anything else.
+    While vLLM's second model runner prepares the step, it zeroes blocks (where caches of several precisions share
+    blocks) and copies states. The first one calls ``handle_preemptions`` before anything else.
     """
     prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    return prepares_first and bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+    return prepares_first and (zeroes or any(map(_keeps_state, kv_cache_config.kv_cache_groups)))
+
+
+def _keeps_state(group: Any) -> bool:
+    return hasattr(_first(group.kv_cache_spec), "mamba_cache_mode")
 
 
 def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:
@@ -357,6 +397,9 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _all_ranks_alike(vllm_config: Any, kv_cache_config: Any, world_size: int, context: int) -> bool:
+    states = filter(_keeps_state, kv_cache_config.kv_cache_groups)
+    if not all(getattr(_first(group.kv_cache_spec), "tp_replicated", False) for group in states):
+        return False  # each rank has its own part of a state, even where all have the same latent KV
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is not None:
         return context == 1 and int(replicas) == world_size
@@ -384,3 +427,14 @@ def _text(group: KVCacheGroup, found: Any, pages: dict[object, int]) -> str:
     sizes = list(pages.values())
     several = f", pages of {sizes} bytes" if len(set(sizes)) > 1 else ""
     return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}{several}"
+
+
+def _state_text(vllm_config: Any, group: KVCacheGroup, found: Any) -> str:
+    """Return what distinguishes the states of a group, for the namespace; empty for other kinds."""
+    if group.kind != "mamba":
+        return ""
+    first, cache = _first(found.kv_cache_spec), vllm_config.cache_config
+    words = ("shapes", "dtypes", "mamba_type", "mamba_cache_mode", "tp_replicated")
+    settings = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+    texts = [f"{word} {getattr(first, word, None)}" for word in words]
+    return ", ".join(["", *texts, *(f"{word} {getattr(cache, word, None)}" for word in settings)])

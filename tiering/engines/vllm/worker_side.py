@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.worker import OffloadingConnectorWorker
+from tiering.copy.canonical import LayerCache
 from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.loads import LoadLedger, ordered_loads
 from tiering.errors import ConfigError
@@ -52,7 +53,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         """
         raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, LayerCache]) -> None:
         (self.worker_half or self._no_worker()).register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:

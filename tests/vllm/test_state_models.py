@@ -1,0 +1,51 @@
+"""Models with states: from the CPU tier, from a disk after a restart, and with preemptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.models import STATE_BLOCK, write_falcon_h1, write_granite, write_nemotron_h
+from tests.vllm.rig import answers_without_tiers, engine, prompt, wrong
+from tests.vllm.test_states import CPU, HELD, OPTIONS, PROMPTS, cached_tokens, plain_answers
+
+
+def test_preempted_requests_go_on_rightly(tmp_path: Path) -> None:
+    granite = write_granite(tmp_path)
+    prompts = [prompt(seed, 200) for seed in range(6)]
+    plain = answers_without_tiers(
+        granite, prompts, 60, block_size=STATE_BLOCK, max_num_batched_tokens=640, num_gpu_blocks_override=120
+    )
+    with engine(granite, CPU, **{**OPTIONS, "num_gpu_blocks_override": 30}) as running:
+        for _ in range(2):
+            assert wrong(running.ask(prompts, 60), plain) == []
+            running.evict()
+        assert sum(running.scheduled) > 2 * 6 * 260, "tokens were computed again"
+        assert wrong(running.ask(prompts, 60), plain) == []
+        assert running.moved["cpu_to_gpu"] > 0
+
+
+@pytest.mark.parametrize("write", [write_granite, write_falcon_h1, write_nemotron_h])
+@pytest.mark.parametrize("mode", ["tiering", "simple"])
+def test_from_the_cpu_and_from_a_disk_after_a_restart(tmp_path: Path, write: Callable[[Path], Path], mode: str) -> None:
+    model = write(tmp_path / "model")
+    plain = plain_answers(model)
+    disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
+    stack = {**CPU, "mode": mode, **({"secondary": [disk]} if mode == "tiering" else {})}
+    with engine(model, stack, **OPTIONS) as first:
+        assert wrong(first.ask(PROMPTS), plain) == []
+        first.evict()
+        (answers, cached), loaded = first.loaded(lambda: cached_tokens(first, PROMPTS))
+        assert wrong(answers, plain) == []
+        assert cached == [HELD] * 3
+        assert loaded > 0
+    if mode == "simple":
+        return
+    with engine(model, stack, **OPTIONS) as second:
+        (answers, cached), loaded = second.loaded(lambda: cached_tokens(second, PROMPTS))
+        assert wrong(answers, plain) == []
+        assert cached == [HELD] * 3
+        assert loaded > 0
+        assert second.tier("local")["read_bytes"] > 0
