@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import time
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,26 @@ OLD = 1_000_000_000 * 10**9
 """A time long ago, in nanoseconds since 1970."""
 
 
+class Tensor:
+    """A tensor that is mapped from a file."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def is_pinned(self) -> bool:
+        return False
+
+    def clone(self) -> Copied:
+        return Copied()
+
+
+class Copied(Tensor):
+    """A copy in memory."""
+
+
+def layer(weights: Any) -> Any:
+    return SimpleNamespace(lora_a=weights, lora_b=[weights, None], bias=None)
+
+
 class Manager:
     """A LoRA manager like vLLM's: it reads the files of an adapter when it is told to."""
 
@@ -27,15 +47,16 @@ class Manager:
         self.lora_config = config
         self.meanwhile: Callable[[], object] = lambda: None
         """A function to call in the middle of a load."""
+        self.layers: Any = {"layer": layer(Tensor())}
 
-    def _load_adapter(self, lora_request: Any) -> bytes:
+    def _load_adapter(self, lora_request: Any) -> Any:
         path = Path(lora_request.lora_path)
         content = (path / "adapter_model.safetensors").read_bytes() if path.is_dir() else b"downloaded"
         self.meanwhile()
-        return content
+        return SimpleNamespace(loras=self.layers, content=content)
 
-    def load(self, path: object, name: str = "adapter", number: int = 1) -> bytes:
-        return self._load_adapter(SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path)))
+    def load(self, path: object, name: str = "adapter", number: int = 1, **more: Any) -> Any:
+        return self._load_adapter(SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), **more))
 
 
 @pytest.fixture
@@ -75,11 +96,11 @@ def test_what_the_manager_loads_is_passed_on_and_other_engines_of_the_process_ar
     loads: AdapterLoads, tmp_path: Path
 ) -> None:
     adapter = write(tmp_path / "adapter", b"first")
-    assert Manager(object()).load(adapter) == b"first"
+    assert Manager(object()).load(adapter).content == b"first"
     assert loads.take_news() == {}
     other = AdapterLoads(CONFIG)
     other.observe([Manager])  # a second engine does not wrap the method again
-    assert Manager().load(adapter) == b"first"
+    assert Manager().load(adapter).content == b"first"
     assert loads.take_news() == other.take_news() != {}
     other.close()
     loads.close()
@@ -113,16 +134,54 @@ def test_files_that_change_while_they_are_loaded_have_no_identity(
     assert identity(loads, adapter, manager) != ""
 
 
-def test_a_young_file_that_changes_within_a_tick_of_the_clock_has_no_identity(
+def test_files_that_change_without_a_trace_while_they_are_loaded_have_no_identity(
     loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the file system records the same for all content, as for two writes within a tick."""
-    now = time.time_ns()
-    monkeypatch.setattr("tiering.engines.vllm.adapter_loads._recorded", lambda path: (("file", 1, 1, 5, now, now),))
+    """Here the file system records the same for all content, as for writes through a mapping."""
+    monkeypatch.setattr("tiering.engines.vllm.adapter_loads._recorded", lambda path: (("file", 1, 1, 5, OLD, OLD, 0),))
     adapter = write(tmp_path / "adapter", b"first")
     manager = Manager()
     manager.meanwhile = lambda: in_place(adapter / "adapter_model.safetensors")
     assert identity(loads, adapter, manager) == ""
+
+
+def test_a_loaded_adapter_is_copied_because_its_tensors_may_be_mapped_from_its_files(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
+    manager = Manager()
+    assert identity(loads, write(tmp_path / "adapter", b"first"), manager) != ""
+    held = manager.layers["layer"]
+    assert isinstance(held.lora_a, Copied)
+    assert isinstance(held.lora_b[0], Copied)
+    assert (held.lora_b[1], held.bias) == (None, None)
+
+
+@pytest.mark.parametrize("layers", [{}, {"layer": layer(b"no tensor")}, None])
+def test_an_adapter_that_cannot_be_copied_has_no_identity(loads: AdapterLoads, tmp_path: Path, layers: Any) -> None:
+    manager = Manager()
+    manager.layers = layers
+    assert identity(loads, write(tmp_path / "adapter", b"first"), manager) == ""
+
+
+def test_settings_that_change_what_an_adapter_computes_are_part_of_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Manager, "_load_adapter", Manager._load_adapter)
+    adapter = write(tmp_path / "adapter", b"first")
+
+    def found(request: dict[str, Any] | None = None, **words: Any) -> str:
+        config = SimpleNamespace(max_loras=1, lora_dtype="float32", target_modules=None)
+        vars(config).update(words)
+        observer = AdapterLoads(config)
+        observer.observe([Manager])
+        Manager(config).load(adapter, **(request or {}))
+        observer.close()
+        return observer.take_news()["1 adapter"]
+
+    assert found() == found(max_loras=4, max_cpu_loras=8) != ""
+    others = [found(lora_dtype="bfloat16"), found(target_modules=["q_proj"]), found({"is_3d_lora_weight": True})]
+    assert len({found(), *others}) == 4
+    assert found({"tensorizer_config_dict": {"tensorizer_dir": "elsewhere"}}) == ""
 
 
 def test_files_that_a_process_may_write_through_a_mapping_have_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
@@ -162,6 +221,17 @@ def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
     assert identity(loads, name, manager) == ""
     manager.meanwhile = lambda: None
     assert identity(loads, name, manager) not in {found, ""}
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert identity(loads, name) == ""
+    monkeypatch.delenv("VLLM_USE_MODELSCOPE")
+    shutil.rmtree(cache)
+
+    def download_twice() -> None:
+        download("a" * 40, b"first")  # by vLLM
+        download("b" * 40, b"other")  # by another process
+
+    manager.meanwhile = download_twice
+    assert identity(loads, name, manager) == ""
 
 
 def test_blocks_of_another_adapter_than_the_held_one_are_stale(loads: AdapterLoads, tmp_path: Path) -> None:

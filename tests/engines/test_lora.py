@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: their blocks are named by the adapter's name, not by its content."""
+"""Requests with LoRA adapters: the engine's hashes cover the adapter's name, not its content."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.connector.fakes import make_scheduler
+from tiering.api.request_policy import NEITHER
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.connector.metadata import (
     NOTHING_TO_DO,
@@ -14,7 +16,9 @@ from tiering.connector.metadata import (
     OffloadingWorkerMetadata,
     TransferOrder,
 )
-from tiering.engines.vllm.lora import AdapterGuard
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.variants import Variant
+from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 NOTHING = {"load": False, "store": False}
@@ -27,47 +31,48 @@ def request(lora_id: int | None, path: str = "/a", name: str = "adapter", params
     return SimpleNamespace(request_id="r", lora_request=lora, kv_transfer_params=params, num_tokens=3)
 
 
-def guard_of(*local_tiers: str, **held: str) -> AdapterGuard:
-    """Return a guard to which the workers have reported ``held``; default: the one name "adapter"."""
-    guard = AdapterGuard(local_tiers)
+def names_of(**held: str) -> AdapterNames:
+    """Return a guard of the simple mode to which the workers have reported ``held``; default: one adapter."""
+    guard = AdapterNames()
     guard.report({f"{NUMBERS[name]} {name}": identity for name, identity in (held or {"adapter": "A"}).items()})
     return guard
 
 
 def policy(guard: AdapterGuard, asked: Any) -> Any:
-    return guard.admit(asked).kv_transfer_params["kv_tiering"]
+    return (guard.admit(asked).kv_transfer_params or {}).get("kv_tiering")
 
 
-def test_a_request_without_adapter_is_left_alone() -> None:
-    plain = request(None)
-    guard = guard_of("memory")
+@pytest.mark.parametrize("kind", [AdapterGuard, AdapterNames])
+def test_a_request_without_adapter_is_left_alone(kind: type[AdapterGuard]) -> None:
+    plain, guard = request(None), kind()
     assert guard.admit(plain) is plain
     assert guard.may_load(plain.request_id)
     assert guard.with_checks(NOTHING_TO_DO, {"r"}) is NOTHING_TO_DO
 
 
-def test_an_adapters_requests_use_no_tier_that_outlives_the_process() -> None:
-    guard = guard_of("memory")
-    assert policy(guard, request(1)) == {"tiers": ["memory"]}
-    assert policy(guard, request(1, params={"kv_tiering": {"tiers": ["s3"]}})) == {"tiers": []}
+def test_without_reports_of_the_workers_adapters_use_no_tier() -> None:
+    guard = AdapterGuard()
+    guard.report({"1 adapter": "A"})
+    assert policy(guard, request(1)) == NOTHING
+    assert checks(guard, "r") == []
 
 
 def test_all_else_of_the_request_is_the_engines_own() -> None:
-    asked = request(1, params={"other": 1})
-    admitted = guard_of().admit(asked)
+    asked = request(1, params={"other": 1, "kv_tiering": {"tiers": ["s3"]}})
+    admitted = names_of().admit(asked)
     asked.num_tokens = 4
-    assert (admitted.num_tokens, admitted.kv_transfer_params["other"]) == (4, 1)
+    assert (admitted.num_tokens, admitted.kv_transfer_params) == (4, asked.kv_transfer_params)
 
 
 @pytest.mark.parametrize("other", [request(2), request(1, "/b"), request(1, load_inplace=True)])
 def test_a_name_that_has_stood_for_two_adapters_neither_loads_nor_stores(
     other: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = guard_of(adapter="A", another="B")
-    assert policy(guard, request(1)) == {"tiers": []}
+    guard = names_of(adapter="A", another="B")
+    assert policy(guard, request(1)) is None
     assert policy(guard, other) == NOTHING
     assert policy(guard, request(1)) == NOTHING
-    assert policy(guard, request(3, name="another")) == {"tiers": []}
+    assert policy(guard, request(3, name="another")) is None
     assert len(caplog.records) == 1
 
 
@@ -79,17 +84,17 @@ def checks(guard: AdapterGuard, *scheduled: str, metadata: Any = NOTHING_TO_DO) 
 
 
 def test_a_name_uses_no_tier_before_the_workers_have_reported_it() -> None:
-    guard = AdapterGuard(["memory"])
+    guard = AdapterNames()
     assert policy(guard, request(1)) == NOTHING
     assert checks(guard) == []  # the request is not computed in this step
     assert checks(guard, "r") == [("1 adapter", "", set())]
     assert checks(guard, "r") == []
     guard.report({"1 adapter": "A"})
-    assert policy(guard, request(1)) == {"tiers": ["memory"]}
+    assert policy(guard, request(1)) is None
 
 
 def test_an_adapter_whose_files_are_not_known_uses_no_tier() -> None:
-    guard = guard_of(adapter="")
+    guard = names_of(adapter="")
     assert policy(guard, request(1)) == NOTHING
     assert checks(guard, "r") == []
 
@@ -97,8 +102,8 @@ def test_an_adapter_whose_files_are_not_known_uses_no_tier() -> None:
 def test_a_name_that_was_reported_with_other_files_uses_no_tier_until_a_reset(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    guard = guard_of("memory")
-    assert policy(guard, request(1)) == {"tiers": ["memory"]}
+    guard = names_of()
+    assert policy(guard, request(1)) is None
     assert guard.may_load("r")
     for identity in ("B", "A"):
         guard.report({"1 adapter": identity})
@@ -109,18 +114,18 @@ def test_a_name_that_was_reported_with_other_files_uses_no_tier_until_a_reset(
     assert policy(guard, request(1)) == NOTHING
     assert checks(guard, "r") == [("1 adapter", "", set())]
     guard.report({"1 adapter": "B"})
-    assert policy(guard, request(1)) == {"tiers": ["memory"]}
+    assert policy(guard, request(1)) is None
 
 
 def test_an_adapter_is_not_taken_for_another_one_of_its_name_that_the_workers_hold() -> None:
-    guard = AdapterGuard(["memory"])
+    guard = AdapterNames()
     guard.report({"2 adapter": "B"})
     assert policy(guard, request(1)) == NOTHING
     assert checks(guard, "r") == [("1 adapter", "", set())]
 
 
 def test_a_request_that_goes_on_after_a_reset_loads_nothing_and_asks_what_it_stores() -> None:
-    guard = guard_of("memory")
+    guard = names_of()
     guard.admit(request(1))
     guard.reset()
     assert not guard.may_load("r")
@@ -143,7 +148,7 @@ LOADS: dict[str, Any] = {
 
 @pytest.mark.parametrize("mode", LOADS)
 def test_blocks_that_were_loaded_are_checked_in_the_first_step_that_computes_with_them(mode: str) -> None:
-    guard = guard_of("memory")
+    guard = names_of()
     guard.admit(request(1))
     order = LOADS[mode]
     assert checks(guard, metadata=order) == []  # the request waits for its load
@@ -153,15 +158,97 @@ def test_blocks_that_were_loaded_are_checked_in_the_first_step_that_computes_wit
 
 
 def test_requests_that_ended_leave_nothing() -> None:
-    guard = guard_of("memory")
+    guard = names_of()
     guard.admit(request(1))
     checks(guard, metadata=LOADS["tiering"])
     guard.drop("r")
     assert checks(guard, "r") == []
-    other = AdapterGuard()
+    other = AdapterNames()
     other.admit(request(1))
     other.drop("r")
     assert checks(other, "r") == []
+
+
+# ---------------------------------------------------------------------------------------------- names with the content
+
+
+@pytest.fixture
+def half() -> OffloadingConnectorScheduler:
+    return make_scheduler()[0]
+
+
+def admitted(guard: AdapterVariants, half: OffloadingConnectorScheduler, asked: Any) -> tuple[Any, Variant]:
+    seen = guard.admit(asked)
+    half.on_new_request(seen)
+    return seen, seen.variant
+
+
+def test_an_adapter_that_the_workers_have_reported_may_use_all_tiers(half: OffloadingConnectorScheduler) -> None:
+    guard = AdapterVariants(half)
+    guard.report({"1 adapter": "A"})
+    asked = request(1, params={"kv_tiering": {"tiers": ["s3"]}})
+    seen, variant = admitted(guard, half, asked)
+    assert (seen.kv_transfer_params, variant.identity) == (asked.kv_transfer_params, "A")
+    assert checks(guard, metadata=LOADS["tiering"]) == []
+    assert checks(guard, "r") == [("1 adapter", "A", {4, 5})]
+
+
+def test_a_request_that_came_before_the_report_may_use_tiers_after_it(half: OffloadingConnectorScheduler) -> None:
+    guard = AdapterVariants(half)
+    _, variant = admitted(guard, half, request(1))
+    assert variant.identity == ""
+    assert checks(guard, "r") == [("1 adapter", "", set())]
+    guard.report({"1 adapter": "A"})
+    assert variant.identity == "A"
+    assert half.states["r"].policy.load
+    assert checks(guard, "r", metadata=LOADS["tiering"]) == [("1 adapter", "A", {4, 5})]
+    guard.drop("r")
+    guard.report({"1 adapter": "B"})
+    assert variant.is_void
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_request_that_waits_while_its_adapter_is_replaced_uses_no_tier(
+    half: OffloadingConnectorScheduler, known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kv_tiering.vllm")
+    guard = AdapterVariants(half)
+    if known:
+        guard.report({"1 adapter": "A"})
+    _, old = admitted(guard, half, request(1))
+    guard.report({"1 adapter": "A"})
+    assert not old.is_void
+    guard.report({"1 adapter": "B"})
+    assert old.is_void
+    assert half.states["r"].policy == NEITHER
+    assert checks(guard, "r", metadata=LOADS["tiering"])[0] == ("1 adapter", "A", {4, 5})  # the worker finds them stale
+    assert len(caplog.records) == 1
+    guard.drop("r")
+    new = guard.admit(request(1)).variant
+    assert (new.identity, new.is_void) == ("B", False)
+
+
+@pytest.mark.parametrize("before", ["", "A"])
+def test_an_adapter_whose_files_are_not_known_uses_no_tier_until_it_is_loaded_again(
+    half: OffloadingConnectorScheduler, before: str
+) -> None:
+    guard = AdapterVariants(half)
+    if before:
+        guard.report({"1 adapter": before})
+    guard.report({"1 adapter": ""})
+    seen = guard.admit(request(1))
+    assert (seen.kv_transfer_params, seen.variant.is_void) == ({"kv_tiering": NOTHING}, True)
+    guard.report({"1 adapter": ""})
+    guard.report({"1 adapter": "A"})
+    assert guard.admit(request(1)).variant.identity == "A"
+
+
+def test_adapters_of_one_name_have_variants_of_their_own(half: OffloadingConnectorScheduler) -> None:
+    guard = AdapterVariants(half)
+    guard.report({"1 adapter": "A", "2 adapter": "B"})
+    one, other = (guard.admit(request(number)).variant for number in (1, 2))
+    assert (one.identity, other.identity) == ("A", "B")
+    assert not one.equals(other)
 
 
 @pytest.mark.parametrize("kind", [OffloadingWorkerMetadata, SimpleCPUOffloadWorkerMetadata])

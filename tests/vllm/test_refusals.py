@@ -9,7 +9,6 @@ import pytest
 
 from tiering.engines.vllm.geometry import check_supported
 from tiering.engines.vllm.identity import hash_seed
-from tiering.engines.vllm.lora import without_persistent
 from tiering.errors import ConfigError
 
 
@@ -96,14 +95,3 @@ def test_hash_seeds_that_change_with_the_process_are_known_as_random() -> None:
     assert hash_seed("sha256", None, "fixed") == "fixed"
     assert hash_seed("xxhash", None, "fixed") == "random"
     assert hash_seed("xxhash", "7", "fixed") == hash_seed("sha256", "7", "fixed") == "PYTHONHASHSEED=7"
-
-
-def test_lora_requests_use_no_tier_that_outlives_the_process() -> None:
-    def tiers(params: Any) -> Any:
-        without = without_persistent(params, ["memory"])
-        assert without is not None
-        return without["kv_tiering"]["tiers"]
-
-    assert tiers(None) == ["memory"]
-    assert tiers({"kv_tiering": {"tiers": ["s3"]}}) == []
-    assert tiers({"kv_tiering": {"tiers": ["s3", "memory"]}}) == ["memory"]

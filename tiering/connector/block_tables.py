@@ -12,6 +12,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import SchedulerOutput
 from tiering.connector.suspects import EngineBlockPool, SuspectBlocks
 from tiering.connector.tracked import BlockIds, TrackedRequest
+from tiering.connector.variants import BlockOwners, Variant
 
 Tracked = TypeVar("Tracked", bound=TrackedRequest[Any])
 
@@ -41,6 +42,7 @@ class BlockTables(Generic[Tracked]):
         """The KV-cache groups."""
         self.states = states
         """The requests by id; the caller adds and removes them."""
+        self._owners = BlockOwners()
         self._step = 0
         """Number of the last step.
 
@@ -142,6 +144,8 @@ class BlockTables(Generic[Tracked]):
 
     def _assign(self, state: Tracked, block_ids: BlockIds) -> None:
         """Replace all GPU blocks of a request."""
+        if state.variant is not None:
+            self._claim(state.variant, block_ids, state.found_tokens)
         known, tables = self._places(state.tables), self._places(block_ids)
         state.invalid_from = self.suspects.assigned(known, tables, state.found_tokens, state.invalid_from)
         if self._states and (self.suspects or state.invalid_from is not None):
@@ -176,6 +180,8 @@ class BlockTables(Generic[Tracked]):
         if state is None:
             return
         self._assign(state, block_ids)
+        if state.variant is not None and computed > state.filled_tokens:
+            self._distrust_others_loads(state, computed)
         if self.suspects and len(self.groups) > 1 and computed > state.filled_tokens:
             # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
             state.distrust(state.found_tokens or 0)
@@ -186,6 +192,8 @@ class BlockTables(Generic[Tracked]):
         """Process a running request that gets more blocks."""
         state = self.states.get(req_id)
         if state is not None:
+            if state.variant is not None:
+                self._owners.fill(block_ids, state.variant)
             self.suspects.filled(block_ids, state.invalid_from)
             state.append_blocks(block_ids)
 
@@ -196,3 +204,29 @@ class BlockTables(Generic[Tracked]):
     def _distrusted(self, state: Tracked, invalid_from: int) -> None:
         """Forbid stores of a request's tokens from ``invalid_from`` on."""
         state.distrust(invalid_from)
+
+    # --------------------------------------------------------------------------------------------------------- variants
+
+    def _claim(self, variant: Variant, tables: BlockIds, found_tokens: int | None) -> None:
+        """Mark the blocks of other variants among those that a request found, and record those that it fills.
+
+        Args:
+            variant: the request's variant.
+            tables: block tables of the request.
+            found_tokens: tokens that the request found in the engine's cache; None: it may have found any block.
+        """
+        for group, table in zip(self.groups, tables, strict=True):
+            filled_from = len(table) if found_tokens is None else found_tokens // group.gpu_block_size
+            if foreign := self._owners.foreign(table[:filled_from], variant):
+                self.suspects.filled([foreign], 0)
+            self._owners.fill([table[filled_from:]], variant)
+
+    def _distrust_others_loads(self, state: Tracked, computed: int) -> None:
+        """Distrust the blocks that another connector has loaded for a request of a variant.
+
+        That connector knows them by the engine's hashes, which do not cover the variant's content.
+        """
+        found = state.found_tokens or 0
+        sizes = [group.gpu_block_size for group in self.groups]
+        loaded = [table[found // size : -(-computed // size)] for table, size in zip(state.tables, sizes, strict=True)]
+        self.distrust({block for blocks in loaded for block in blocks if block})

@@ -109,6 +109,10 @@ class Completions:
         elif success and state.note_stored(len(job.keys)):
             self.refresh_stored(state)
 
+    def fail_stores(self) -> None:
+        """Let no store in flight become readable."""
+        self._counters.stores_failed += len(self._jobs.distrust([job.job_id for job in self._jobs]))
+
     def abandon_all(self) -> None:
         """Let no job in flight have an effect when it ends, because the cache is reset."""
         for job in self._jobs:

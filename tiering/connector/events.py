@@ -25,6 +25,7 @@ from tiering.connector.event_types import (
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.snapshots import MAX_SNAPSHOT_TOKENS, RUN_BLOCKS, ExternalHash, Run, Snapshots
+from tiering.connector.variants import OwnHashes
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -68,6 +69,8 @@ class OffloadingEventsTracker:
         self._engine = EngineEvents() if engine is None else engine
         self._external = self._engine.external_hash
         self._capture = config.enable_kv_cache_events and config.self_describing_kv_events
+        self.own_hashes = OwnHashes() if config.enable_kv_cache_events else None
+        """The engine's hashes of blocks that have other names; None if no events are published."""
         self.snapshots = Snapshots(max_tokens)
         """Snapshots of the blocks that events may have to describe."""
         self._tiers: dict[tuple[str, str, str], _Tier] = {}
@@ -345,6 +348,8 @@ class OffloadingEventsTracker:
 
     def _own_hash(self, key: OffloadKey) -> ExternalHash:
         own = get_offload_block_hash(key)
+        if self.own_hashes:
+            own = self.own_hashes.get(own, own)
         return own if self._external is None else self._external(own)
 
     def _placeholder(self, key: OffloadKey, tier: _Tier) -> BlockStored:

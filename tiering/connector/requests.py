@@ -88,6 +88,8 @@ class RequestState(TrackedRequest[GroupState]):
     @property
     def store_limit(self) -> int:
         """Leading tokens of the request that may be stored, for the prompt as it is now."""
+        if self.variant is not None and not self.variant.identity:
+            return 0
         limit = self.request.num_prompt_tokens if self.prompt_only else NEVER
         most = self.policy.max_store_tokens
         return limit if most is None else min(limit, most)

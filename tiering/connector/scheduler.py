@@ -28,7 +28,7 @@ from typing import Any
 from tiering.api.engine import OffloadingSpec
 from tiering.api.manager import MEDIUM_CPU
 from tiering.api.request import OffloadPolicy, ReqContext
-from tiering.api.request_policy import RequestPolicy
+from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
@@ -45,6 +45,7 @@ from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tracked import NEVER, GroupState
+from tiering.connector.variants import Variant
 from tiering.replay.recorder import TraceRecorder
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -147,6 +148,20 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
                 left -= tokens
         sources[MEDIUM_CPU] = left
         return {medium: tokens for medium, tokens in sources.items() if tokens}
+
+    def variant_changed(self, variant: Variant) -> None:
+        """Follow a variant that was identified, or that is void.
+
+        Requests of a void variant neither load nor store any more. No store in flight becomes readable, because the
+        workers may have computed its blocks with other content; the requests that still run offer their blocks again.
+        """
+        for state in self.states.values():
+            if state.variant is variant:
+                if variant.is_void:
+                    state.policy, state.may_load = NEITHER, False
+                state.look_again()
+        if variant.is_void:
+            self._completions.fail_stores()
 
     # ------------------------------------------------------------------------------------------------------------ steps
 

@@ -13,6 +13,7 @@ from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy, parse_request_policy
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
+from tiering.connector.variants import Variant
 
 NEVER = sys.maxsize
 """A number of tokens that no request reaches."""
@@ -101,6 +102,8 @@ class TrackedRequest(Generic[Group]):
     """The request as the manager knows it."""
     keys: list[list[OffloadKey]] = field(init=False)
     """The key lists of ``groups``, shared with them."""
+    variant: Variant | None = field(init=False)
+    """Content that the request computes with beside the model; None if the engine's hashes cover all."""
     may_load: bool = True
     """True if the request may load."""
     match: Match | None = None
@@ -137,6 +140,7 @@ class TrackedRequest(Generic[Group]):
 
     def __post_init__(self) -> None:
         self.keys = [group.keys for group in self.groups]
+        self.variant = getattr(self.request, "variant", None)
         self.look_again()
 
     @property
@@ -156,6 +160,8 @@ class TrackedRequest(Generic[Group]):
             layouts: the KV-cache groups.
         """
         hashes = self.request.block_hashes
+        if self.variant is not None:
+            hashes = self.variant.names_of(hashes)
         for layout, group in zip(layouts, self.groups, strict=True):
             known = extend_keys(group.keys, hashes, layout.hash_block_size_factor, layout.key_suffix)
             group.cursor = min(group.cursor, known)

@@ -1,36 +1,46 @@
 """The identities of the LoRA adapters that a worker has loaded.
 
-An adapter's identity is the content of its files. It is compared with what the file system records of them before and
-after each load of the worker's LoRA manager: a first load, one after an eviction, and one in place. Nothing here
-imports vLLM.
+An adapter's identity is the content of its files, with the settings of vLLM that affect their use. The files
+are read and looked at before and after each load of the worker's LoRA manager: a first load, one after an eviction, and
+one in place. What was loaded is copied, because safetensors maps files: a file that is written in place would change
+the adapter that the worker holds. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import logging
-import time
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
-from tiering.engines.vllm.weights import digest_of, has_writer, record_of
+from tiering.engines.vllm.weights import digest_of, has_writer, plain, record_of
 
 logger = logging.getLogger("kv_tiering.vllm")
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """The files of an adapter that vLLM reads."""
+_NOT_CONTENT = frozenset(
+    {
+        *("max_lora_rank", "max_loras", "max_cpu_loras", "default_mm_loras"),
+        *("specialize_active_lora", "max_lora_cls_labels"),
+    }
+)
+"""Words of vLLM's LoRA configuration that do not affect the KV of an adapter; all other words do."""
 _METHOD = "_load_adapter"
-_YOUNG_SECONDS = 2.0
-"""Age below which a file may change again without another time of its last change."""
+_TENSORS = ("lora_a", "lora_b", "weight", "bias")
+"""Attributes of a layer of an adapter that are tensors, lists of tensors, or None."""
 _observers: list[AdapterLoads] = []
 
 AdapterCheck = tuple[str, str, set[int]]
 """Key of an adapter, its identity when KV was loaded for it ("": not known), and the GPU blocks."""
 
-Recorded = tuple[tuple[object, ...], ...]
+Recorded = tuple[tuple[Any, ...], ...]
 """Records of the file system about an adapter's files; empty: there are none."""
 
 
@@ -56,6 +66,8 @@ class AdapterLoads:
 
     def __init__(self, lora_config: Any) -> None:
         self._config = lora_config
+        words = plain({word: value for word, value in _words(lora_config).items() if word not in _NOT_CONTENT})
+        self._settings = json.dumps(words, sort_keys=True)
         self._held: dict[str, str] = {}
         self._news: dict[str, str] = {}
 
@@ -86,13 +98,14 @@ class AdapterLoads:
         """Return True if ``manager`` is this engine's."""
         return getattr(manager, "lora_config", None) is self._config
 
-    def record(self, key: str, identity: str) -> None:
+    def record(self, key: str, content: str) -> None:
         """Record a load.
 
         Args:
             key: key of the adapter.
-            identity: its identity; "" if that is not known.
+            content: identity of the content of its files; "" if that is not known.
         """
+        identity = hashlib.sha256(f"{content}\0{self._settings}".encode()).hexdigest() if content else ""
         if not identity:
             logger.warning(
                 "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use no "
@@ -131,9 +144,13 @@ def _observed(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return load(self, lora_request)
         adapter = _Adapter(str(lora_request.lora_path))
         loaded = load(self, lora_request)
-        identity = adapter.identity()
+        content = adapter.content() if _detach(loaded) else ""
+        if getattr(lora_request, "tensorizer_config_dict", None):
+            content = ""  # read from another place
+        elif content and getattr(lora_request, "is_3d_lora_weight", False):
+            content += " 3d"
         for one in observers:
-            one.record(key_of(lora_request), identity)
+            one.record(key_of(lora_request), content)
         return loaded
 
     _load_adapter.kv_tiering = True  # type: ignore[attr-defined]
@@ -150,25 +167,56 @@ class _Adapter:
     def __init__(self, path: str) -> None:
         self._path = path
         self._before = _recorded(path)
-        self._content = _content(path) if _are_young(self._before) else None
+        self._content = _content(path)
 
-    def identity(self) -> str:
-        """Return the identity of the files, or "" if they may not be what was loaded since."""
-        content = _content(self._path)
-        after = _recorded(self._path)
-        written = any(record[-1] for record in (*self._before, *after))
-        if not after or written or (self._content is not None and self._content != content):
+    def content(self) -> str:
+        """Return the digest of the files, or "" if they may not be what was loaded since."""
+        content, after = _content(self._path), _recorded(self._path)
+        if not after or any(record[-1] for record in (*self._before, *after)):
             return ""
-        # A repository of the hub has no files before vLLM has downloaded it.
-        downloaded = not self._before and not Path(self._path).expanduser().is_dir()
-        return content if downloaded or after == self._before else ""
+        if not self._before and not Path(self._path).expanduser().is_dir():
+            # vLLM has downloaded a repository of the hub. Another process may have added a newer commit since.
+            return content if len(list(after[0][0].parent.parent.iterdir())) == 1 else ""
+        return content if (content, after) == (self._content, self._before) else ""
+
+
+def _detach(loaded: Any) -> bool:
+    """Copy the tensors of a loaded adapter; return False if that is impossible.
+
+    The tensors may be mapped from the adapter's files.
+
+    Args:
+        loaded: vLLM's object.
+    """
+    try:
+        layers = [*loaded.loras.values(), *getattr(loaded, "modules_to_save", {}).values()]
+        for layer in layers:
+            for name in _TENSORS:
+                value = getattr(layer, name, None)
+                if value is not None:
+                    setattr(layer, name, [_copy(one) for one in value] if isinstance(value, list) else _copy(value))
+    except (AttributeError, TypeError) as error:
+        logger.debug("the tensors of a LoRA adapter cannot be copied", exc_info=error)
+        return False
+    return bool(layers)
+
+
+def _copy(tensor: Any) -> Any:
+    """Return a copy of a tensor that may be mapped from a file, as neither pinned memory nor a GPU's is."""
+    return tensor if tensor is None or tensor.device.type != "cpu" or tensor.is_pinned() else tensor.clone()
+
+
+def _words(config: Any) -> dict[str, Any]:
+    """Return the words of vLLM's configuration."""
+    return dict(getattr(config, "__dict__", {}))
 
 
 def _files(path: str) -> Sequence[Path]:
     """Return the paths of an adapter's files, also of absent ones; empty: the adapter is not known."""
     place: Path | None = Path(path).expanduser()
     if place is not None and not place.is_dir():
-        commit = newest_commit(path)
+        # With this setting vLLM downloads from another hub, to another place.
+        commit = None if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("true", "1") else newest_commit(path)
         place = None if commit is None else snapshot_of(path, commit, None)
     return () if place is None else [place / name for name in _FILES]
 
@@ -179,11 +227,6 @@ def _recorded(path: str) -> Recorded:
     except OSError as error:
         logger.debug("the LoRA adapter at %s: %s", path, error)
         return ()
-
-
-def _are_young(recorded: Recorded) -> bool:
-    newest = max((max(int(str(one[4])), int(str(one[5]))) for one in recorded), default=0)
-    return newest > time.time_ns() - _YOUNG_SECONDS * 1e9
 
 
 def _content(path: str) -> str:

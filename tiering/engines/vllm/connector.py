@@ -55,7 +55,7 @@ from tiering.engines.vllm.interface import check_methods, check_names, check_ver
 from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
-from tiering.engines.vllm.lora import AdapterGuard
+from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError, RegionError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -129,7 +129,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._waits = LoadWaits()
         self._spec: TieringOffloadingSpec | None = None
         is_worker = role == KVConnectorRole.WORKER
-        if is_worker and getattr(vllm_config, "lora_config", None) is not None:
+        self._identifies_adapters = self._can_identify_adapters(getattr(vllm_config, "lora_config", None))
+        if is_worker and self._identifies_adapters:
             self._watch_adapters(vllm_config.lora_config)
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
             return
@@ -146,12 +147,24 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             if stack.advisor and (advice := small_tier(stack.primary.capacity, own, leads_on=bool(stack.secondary))):
                 logger.warning("%s", advice)
 
-    def _watch_adapters(self, lora_config: Any) -> None:
-        """Observe which adapters this worker loads, or log why requests with adapters use no tier."""
+    def _can_identify_adapters(self, lora_config: Any) -> bool:
+        """Return True if requests with LoRA adapters may use tiers; log the reason if they may not."""
+        if lora_config is None:
+            return False
         if self._several_groups:
             # A step cannot take back blocks of such a model after it has computed with another adapter.
             logger.warning("requests with LoRA adapters use no tier: the model has several groups of KV caches")
-            return
+            return False
+        if getattr(lora_config, "enable_tower_connector_lora", False):
+            logger.warning(
+                "requests with LoRA adapters use no tier: with enable_tower_connector_lora, vLLM caches what an "
+                "adapter makes of an image under the adapter's name, also after it was replaced"
+            )
+            return False
+        return True
+
+    def _watch_adapters(self, lora_config: Any) -> None:
+        """Observe which adapters this worker loads, or log why requests with adapters use no tier."""
         try:
             managers = importlib.import_module("vllm.lora.worker_manager")
             kinds = [managers.WorkerLoRAManager, managers.LRUCacheWorkerLoRAManager]
@@ -180,6 +193,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
                 self_describing_kv_events=chosen.self_describing_kv_events,
             )
             self.scheduler_half = half
+            if self._identifies_adapters:
+                self._adapters = AdapterNames()
             logger.info(
                 "simple scheduler, %s: %d CPU blocks of %d bytes per worker",
                 "lazy" if chosen.lazy_offload else "eager",
@@ -189,14 +204,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         return True
 
     def _start_scheduler(self, vllm_config: Any, spec: TieringOffloadingSpec) -> None:
-        persistent = {tier.tier_name for tier in spec.stack.secondary if tier_definition(tier.type).persistent}
-        self._adapters = AdapterGuard(
-            tier.tier_name for tier in spec.stack.secondary if tier.tier_name not in persistent
-        )
-        if getattr(vllm_config, "lora_config", None) is not None and persistent:
-            logger.info(
-                "requests with LoRA adapters use the CPU tier only: a hash covers an adapter's name, not its content"
-            )
+        persistent = any(tier_definition(tier.type).persistent for tier in spec.stack.secondary)
         try:
             marks = spec.worker_marks()
             if not spec.rows_are_shared:
@@ -212,6 +220,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
                 enable_kv_cache_events=_publishes_events(vllm_config),
                 engine_events=engine_events(kv_cache_utils, vllm_config),
             )
+            if self._identifies_adapters:
+                self._adapters = AdapterVariants(self.scheduler_half)
         except BaseException:
             self.shutdown()
             raise

@@ -1,23 +1,26 @@
-"""The restriction of requests with LoRA adapters to tiers that cannot confuse two adapters.
+"""The rules for requests with LoRA adapters, so that no adapter gets the KV of another one.
 
-A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its content. A request with an adapter
-therefore uses no tier that outlives the process. The workers report the identity of an adapter's files around each of
-their loads (:mod:`tiering.engines.vllm.adapter_loads`). A name that no worker has reported uses no tier, nor does a
-name that has stood for two adapters. Nothing here imports vLLM; its objects are read by attribute.
+A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its content. The workers report the
+identity of an adapter's files around each of their loads (:mod:`tiering.engines.vllm.adapter_loads`). Until they have,
+an adapter's requests use no tier.
+
+In the tiering mode the identity becomes part of the names of an adapter's blocks, so that all tiers may hold them. In
+the simple mode a name that has stood for two adapters uses no tier. Nothing here imports vLLM; its objects are read by
+attribute.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
-from tiering.api.request_policy import parse_request_policy
 from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.variants import Variant
 from tiering.engines.vllm.adapter_loads import key_of, name_of
 from tiering.engines.vllm.loads import ordered_loads
-from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
 
 logger = logging.getLogger("kv_tiering.vllm")
@@ -28,21 +31,14 @@ _NOTHING = {"load": False, "store": False}
 
 
 class AdapterGuard:
-    """The policy for requests with LoRA adapters; the scheduler's thread calls all methods.
+    """The guard of an engine whose workers report no adapters: requests with adapters use no tier.
 
-    vLLM reads an adapter's files whenever it needs an adapter that it does not hold, also one that it held before. The
-    first requests of a name are therefore computed without tiers, until the workers have reported what they hold.
+    The scheduler's thread calls all methods. Subclasses let adapters that the workers have reported use tiers.
 
-    Args:
-        local_tiers: names of the secondary tiers whose blocks end with the process; default none.
+    vLLM reads an adapter's files whenever it needs an adapter that it does not hold, also one that it held before.
     """
 
-    def __init__(self, local_tiers: Iterable[str] = ()) -> None:
-        self._local_tiers = tuple(local_tiers)
-        self._known: dict[str, tuple[Any, Any]] = {}
-        self._held: dict[str, str] = {}
-        """Identity of each adapter as the workers reported it last, by key; "": no tier may be used."""
-        self._ambiguous: set[str] = set()
+    def __init__(self) -> None:
         self._unknown: dict[str, str] = {}
         """Keys of adapters to ask the workers for, by the id of a request."""
         self._assumed: dict[str, tuple[str, str]] = {}
@@ -53,29 +49,18 @@ class AdapterGuard:
     def admit(self, request: Any) -> Any:
         """Return a new request in the form that the scheduler half should see.
 
-        A request without an adapter is returned unchanged; other requests get ``kv_transfer_params`` with restrictions.
+        A request without an adapter is returned unchanged.
         """
         lora = getattr(request, "lora_request", None)
-        if lora is None:
-            return request
-        key, name = key_of(lora), str(lora.lora_name)
-        adapter = (lora.lora_int_id, getattr(lora, "lora_path", None))
-        if getattr(lora, "load_inplace", False) or self._known.setdefault(name, adapter) != adapter:
-            self._confused(name)
-        identity = self._held.get(key)
-        if identity is None:
-            self._unknown[request.request_id] = key
-        if name in self._ambiguous or not identity:
-            return _without_tiers(request)
-        self._assumed[request.request_id] = (key, identity)
-        return RequestWithParams(request, without_persistent(request.kv_transfer_params, self._local_tiers))
+        return request if lora is None else self._admit(request, lora)
+
+    def _admit(self, request: Any, lora: Any) -> RequestWithParams:
+        """Return a request with the adapter ``lora`` in the form that the scheduler half should see."""
+        return _without_tiers(request)
 
     def may_load(self, request_id: str) -> bool:
         """Return False if the adapter of a request is no longer the one that was assumed when it was admitted."""
-        if (assumed := self._assumed.get(request_id)) is None:
-            return True
-        key, identity = assumed
-        return name_of(key) not in self._ambiguous and self._held.get(key) == identity
+        return True
 
     def report(self, adapters: Mapping[str, str]) -> None:
         """Process the workers' report.
@@ -84,10 +69,6 @@ class AdapterGuard:
             adapters: identity of each adapter that was loaded or asked for, by key; "": not known, or not equal on all
                 workers.
         """
-        for key, identity in adapters.items():
-            if self._held.setdefault(key, identity) != identity:
-                self._held[key] = identity
-                self._confused(name_of(key))
 
     def with_checks(self, metadata: Metadata, scheduled: Container[str]) -> Metadata:
         """Return a step's message with the adapters that the workers must check in this step.
@@ -116,6 +97,114 @@ class AdapterGuard:
             requests.pop(request_id, None)
 
     def reset(self) -> None:
+        """Process a reset after which no block that was stored before is left."""
+
+
+class AdapterVariants(AdapterGuard):
+    """The guard of the tiering mode: the names of an adapter's blocks cover the identity of its files.
+
+    Args:
+        half: the scheduler half.
+    """
+
+    def __init__(self, half: OffloadingConnectorScheduler) -> None:
+        super().__init__()
+        self._half = half
+        self._variants: dict[str, Variant] = {}
+        """Variant of each adapter for its new requests, by key."""
+        self._waiting: dict[str, tuple[str, Variant]] = {}
+        """Key and variant of the open requests whose adapter was not known at first, by request id."""
+
+    def _admit(self, request: Any, lora: Any) -> RequestWithParams:
+        key = key_of(lora)
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = Variant(self._half.events.own_hashes)
+        if variant.is_void:
+            return _without_tiers(request, variant)
+        if variant.identity:
+            self._assumed[request.request_id] = (key, variant.identity)
+        else:
+            self._unknown[request.request_id] = key
+            self._waiting[request.request_id] = (key, variant)
+        return RequestWithParams(request, request.kv_transfer_params, variant)
+
+    def report(self, adapters: Mapping[str, str]) -> None:
+        for key, identity in adapters.items():
+            variant = self._variants.get(key)
+            if variant is None or (variant.is_void and identity):
+                variant = self._variants[key] = Variant(self._half.events.own_hashes)
+            elif variant.is_void or variant.identity == identity != "":
+                continue
+            elif variant.identity:
+                self._replaced(variant, key)
+                variant = self._variants[key] = Variant(self._half.events.own_hashes)
+            self._identify(variant, key, identity)
+
+    def _identify(self, variant: Variant, key: str, identity: str) -> None:
+        """Set the identity of a variant that had none."""
+        if identity:
+            variant.identify(identity)
+            waiting = [req_id for req_id, (_, its) in self._waiting.items() if its is variant]
+            self._assumed |= dict.fromkeys(waiting, (key, identity))
+        else:
+            variant.is_void = True
+        self._half.variant_changed(variant)
+
+    def _replaced(self, variant: Variant, key: str) -> None:
+        """Give up a variant, because the workers now hold another content for its key."""
+        variant.is_void = True
+        self._half.variant_changed(variant)
+        logger.info(
+            "the LoRA adapter %r was replaced: its open requests neither load nor store KV any more, and new requests "
+            "use no block of the adapter before",
+            name_of(key),
+        )
+
+    def drop(self, request_id: str) -> None:
+        super().drop(request_id)
+        self._waiting.pop(request_id, None)
+
+
+class AdapterNames(AdapterGuard):
+    """The guard of the simple mode: the names of an adapter's blocks cover the adapter's name only.
+
+    The CPU pool ends with the process. A name that has stood for two adapters uses it no more until a reset.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, tuple[Any, Any]] = {}
+        self._held: dict[str, str] = {}
+        """Identity of each adapter as the workers reported it last, by key; "": no tier may be used."""
+        self._ambiguous: set[str] = set()
+
+    def _admit(self, request: Any, lora: Any) -> RequestWithParams:
+        key, name = key_of(lora), str(lora.lora_name)
+        adapter = (lora.lora_int_id, getattr(lora, "lora_path", None))
+        if getattr(lora, "load_inplace", False) or self._known.setdefault(name, adapter) != adapter:
+            self._confused(name)
+        identity = self._held.get(key)
+        if identity is None:
+            self._unknown[request.request_id] = key
+        if name in self._ambiguous or not identity:
+            return _without_tiers(request)
+        self._assumed[request.request_id] = (key, identity)
+        return RequestWithParams(request, request.kv_transfer_params)
+
+    def may_load(self, request_id: str) -> bool:
+        if (assumed := self._assumed.get(request_id)) is None:
+            return True
+        key, identity = assumed
+        return name_of(key) not in self._ambiguous and self._held.get(key) == identity
+
+    def report(self, adapters: Mapping[str, str]) -> None:
+        for key, identity in adapters.items():
+            if self._held.setdefault(key, identity) != identity:
+                self._held[key] = identity
+                self._confused(name_of(key))
+
+    def reset(self) -> None:
         """Let all names use tiers again, because no block that was stored before is left.
 
         A request that goes on after the reset stores blocks for the adapter that the workers hold then.
@@ -136,35 +225,22 @@ class AdapterGuard:
             )
 
 
-def _without_tiers(request: Any) -> RequestWithParams:
-    return RequestWithParams(request, {**(request.kv_transfer_params or {}), "kv_tiering": _NOTHING})
+def _without_tiers(request: Any, variant: Variant | None = None) -> RequestWithParams:
+    return RequestWithParams(request, {**(request.kv_transfer_params or {}), "kv_tiering": _NOTHING}, variant)
 
 
 class RequestWithParams:
-    """A request with other ``kv_transfer_params``.
+    """A request with other ``kv_transfer_params``, and with a variant.
 
     All other attributes are read from the engine's object, so they stay current.
     """
 
-    def __init__(self, request: Any, params: Mapping[str, Any] | None) -> None:
+    def __init__(self, request: Any, params: Mapping[str, Any] | None, variant: Variant | None = None) -> None:
         self._request = request
         self.kv_transfer_params = params
         """The parameters that replace those of the engine's request."""
+        self.variant = variant
+        """Content of the adapter that the request computes with; None if blocks are not named by it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
-
-
-def without_persistent(params: Mapping[str, Any] | None, tiers: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return ``params`` restricted to ``tiers``.
-
-    Args:
-        params: the request's ``kv_transfer_params``; invalid parameters are returned unchanged.
-        tiers: names of the allowed secondary tiers.
-    """
-    try:
-        asked = parse_request_policy(params).tiers
-    except ConfigError:
-        return params  # the scheduler half logs the problem; the request neither loads nor stores
-    allowed = [tier for tier in tiers if asked is None or tier in asked]
-    return {**(params or {}), "kv_tiering": {**((params or {}).get("kv_tiering") or {}), "tiers": allowed}}

@@ -1,0 +1,73 @@
+"""LoRA adapters and tiers that outlive the engine: blocks are named by an adapter's content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.models import write_adapter
+from tests.vllm.rig import Answer, engine, wrong
+from tests.vllm.test_lora import ALL, OPTIONS, Asked, ask, hold
+from tiering.connector.variants import Variant
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    directory = tmp_path_factory.mktemp("adapters")
+    with engine(llama, None, enable_prefix_caching=False, **OPTIONS) as plain:
+        return {
+            name: ask(plain, Asked(name, number, write_adapter(directory / name, number)))
+            for number, name in enumerate(("one", "two"), 1)
+        }
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named by content", "named as vLLM hashes"])
+def test_an_adapter_s_kv_comes_back_from_the_disk_after_a_restart_and_another_adapter_of_its_name_gets_none(
+    llama: Path,
+    expected: dict[str, list[Answer]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: bool,
+) -> None:
+    """Without the adapter's content in the names of blocks, answers are wrong, and the test sees them."""
+    if not named:
+        monkeypatch.setattr(Variant, "names_of", lambda self, hashes: hashes if self.identity else ())
+    path = write_adapter(tmp_path / "adapter", 1)
+    disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
+    stack = {"primary": {"capacity": "64MiB"}, "secondary": [disk]}
+    with engine(llama, stack, **OPTIONS) as first:
+        adapter = Asked("parrot", 1, path)
+        hold(first, adapter)
+        assert wrong(ask(first, adapter), expected["one"]) == []
+        first.settle()
+    with engine(llama, stack, **OPTIONS) as second:
+        adapter = Asked("parrot", 2, path)  # the number is not part of the identity
+        hold(second, adapter)
+        answers, loaded = second.loaded(lambda: ask(second, adapter))
+        assert (wrong(answers, expected["one"]), loaded) == ([], ALL)
+        assert second.tier("local")["read_bytes"] >= loaded
+        # Another adapter under the same name and path, in the same engine.
+        write_adapter(path, 2)
+        assert second.llm.llm_engine.remove_lora(adapter.number)
+        adapter = Asked("parrot", 3, path)
+        second.evict()
+        hold(second, adapter)
+        answers, loaded = second.loaded(lambda: ask(second, adapter))
+        assert (wrong(answers, expected["two"]) == [], loaded == 0) == (named, named)
+        second.evict()
+        answers, loaded = second.loaded(lambda: ask(second, adapter))
+        assert (wrong(answers, expected["two"]) == [], loaded) == (named, ALL)
+        second.settle()
+    write_adapter(path, 1)
+    with engine(llama, stack, **OPTIONS) as third:
+        adapter = Asked("parrot", 1, path)
+        hold(third, adapter)
+        answers, loaded = third.loaded(lambda: ask(third, adapter))
+        assert (wrong(answers, expected["one"]), loaded) == ([], ALL)
+    if named:
+        write_adapter(path, 3)
+        with engine(llama, stack, **OPTIONS) as fourth:
+            adapter = Asked("parrot", 1, path)
+            hold(fourth, adapter)
+            assert fourth.loaded(lambda: ask(fourth, adapter))[1] == 0
