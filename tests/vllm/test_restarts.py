@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -180,22 +181,34 @@ def test_weights_replaced_in_a_running_engine_and_a_reset(tmp_path: Path) -> Non
         assert loaded == 0
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["file", "mapping"])
 def test_weights_rewritten_while_the_engine_starts_reach_no_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mapped: bool
 ) -> None:
+    """Stores through a mapping that was written to before leave all times of the file as they are."""
     from vllm.v1.worker.gpu_worker import Worker
 
     model, other = write_llama(tmp_path / "model", seed=1), write_llama(tmp_path / "other", seed=2)
     stack = {"primary": CPU, "secondary": [local(tmp_path / "disk")]}
     old, new = answers_without_tiers(model, PROMPTS), answers_without_tiers(other, PROMPTS)
+    weights, changed = model / "model.safetensors", (other / "model.safetensors").read_bytes()
     load_model = Worker.load_model
 
     def load_and_rewrite(worker: Any, *args: Any, **words: Any) -> Any:
         loaded = load_model(worker, *args, **words)
-        (model / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+        if mapped:
+            mapping[:] = changed
+        else:
+            weights.write_bytes(changed)
         return loaded
 
-    with monkeypatch.context() as patched:
+    with weights.open("r+b") as opened:
+        mapping = mmap.mmap(opened.fileno(), 0)
+    if mapped:
+        mapping[:] = weights.read_bytes()
+    else:
+        mapping.close()
+    with mapping, monkeypatch.context() as patched:
         patched.setattr(Worker, "load_model", load_and_rewrite)
         with caplog.at_level("WARNING", "kv_tiering.vllm"), engine(model, stack, disable_log_stats=False) as first:
             assert wrong(first.ask(PROMPTS), old) == []
