@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ def test_weights_rewritten_while_the_engine_starts_reach_no_disk(
         mapping[:] = weights.read_bytes()
     else:
         mapping.close()
-    with mapping, monkeypatch.context() as patched:
+    with closing(mapping), monkeypatch.context() as patched:
         patched.setattr(Worker, "load_model", load_and_rewrite)
         with caplog.at_level("WARNING", "kv_tiering.vllm"), engine(model, stack, disable_log_stats=False) as first:
             assert wrong(first.ask(PROMPTS), old) == []
