@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tiering.errors import ConfigError
-from tiering.table import block_table, key_rows
-from tiering.table.block_table import FREE, MAX_ROWS, UNSEEN, BlockTable
+from tiering.table import free_rows, key_rows
+from tiering.table.block_table import MAX_ROWS, BlockTable
+from tiering.table.free_rows import FREE, UNSEEN
 from tiering.testing.keys import keys_of
 
 ROWS = 8
@@ -34,7 +35,7 @@ class TableMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(key_rows, "UNDIVIDED_ROWS", self.undivided)
         self.patch.setattr(key_rows, "_KEYS_PER_TABLE", 1)
-        self.patch.setattr(block_table, "SWEEP_ROWS", self.sweep)
+        self.patch.setattr(free_rows, "SWEEP_ROWS", self.sweep)
         self.table = BlockTable(ROWS, policy)
         self.withdrawn: list[int] = []
         self.unseen: list[int] = []
@@ -180,6 +181,9 @@ class TableMachine(RuleBasedStateMachine):
         assert np.flatnonzero(table.has_block(2, 5)).tolist() == [row - 2 for row in sorted(rows) if 2 <= row < 5]
         assert not table.any_quarantined(rows)
         assert table.room == table.free + table.evictable
+        free = np.flatnonzero(table.free_rows.mask(0, ROWS)).tolist()
+        assert len(free) == table.free
+        assert sorted(table.free_rows.listed.tolist()) == [row for row in free if row < table.free_rows.swept]
 
     @invariant()
     def references_are_those_of_the_readers_and_writers(self) -> None:

@@ -61,11 +61,11 @@ def test_a_cleared_table_gives_its_dictionaries_away_as_they_are() -> None:
     assert [id(part) for part in tables] == before
     assert sorted(key for part in tables for key in part) == sorted(ALL)
     assert (len(table.readable), table.quarantined, table.free) == (0, 3, table.num_rows - 3)
-    assert table._free_count == 0, "no free row is looked for before it is needed"
+    assert not len(table.free_rows.listed), "no free row is looked for before it is needed"
     again = table.allocate(ALL)
     assert again is not None
     assert again[0].tolist() == list(range(3, 43))
-    assert table._swept < table.num_rows, "only the next rows are looked at"
+    assert table.free_rows.swept < table.num_rows, "only the next rows are looked at"
     table.unpin(taken[0][:3])
     assert (table.quarantined, table.free) == (0, table.num_rows - 40)
 

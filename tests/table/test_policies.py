@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tiering.errors import ConfigError
-from tiering.table.block_table import BlockTable, load_policy
+from tiering.table.block_table import BlockTable
 from tiering.table.policies.arc import ARCEvictionPolicy
+from tiering.table.policies.builtin import load_policy
 from tiering.table.policies.policy import EvictionPolicy
 from tiering.table.policies.recency import LRUEvictionPolicy
 

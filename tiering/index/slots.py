@@ -33,8 +33,9 @@ from tiering.index.slot_states import SlotStates
 from tiering.index.tier_index import StorePlan, TierIndex
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
-from tiering.table.block_table import WRITING, BlockTable
+from tiering.table.block_table import BlockTable
 from tiering.table.disposal import Table
+from tiering.table.free_rows import WRITING
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 
 Sequences = NDArray[np.uint64]

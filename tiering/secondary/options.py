@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from tiering.api.masking import shown
 from tiering.api.units import Duration, Share, Size, Strict
 from tiering.runtime.depth import AUTO_DEPTH, DepthBounds, fixed_depth
-from tiering.table.block_table import load_policy
+from tiering.table.policies.builtin import load_policy
 
 
 def known_policy(name: str) -> str:

@@ -24,7 +24,6 @@ A row's life, by its reference count::
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -33,13 +32,10 @@ from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
 from tiering.table.disposal import DISPOSAL
+from tiering.table.free_rows import FREE, NO_ROWS, UNSEEN, WRITING, FreeRows
 from tiering.table.key_rows import KeyRows, Keys
-from tiering.table.policies.arc import ARCEvictionPolicy
+from tiering.table.policies.builtin import load_policy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
-from tiering.table.policies.recency import LRUEvictionPolicy
-
-BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRUEvictionPolicy, "arc": ARCEvictionPolicy}
-"""The policies that ship with the project, by name."""
 
 MAX_ROWS = 1 << 29
 """Largest number of rows in a table. Row numbers have 32 bits.
@@ -47,43 +43,7 @@ MAX_ROWS = 1 << 29
 The data of this many blocks takes about 100 GB of memory when the table is full.
 """
 
-WRITING = -1
-"""Reference count of a row that is being written. Such a row is neither readable nor evictable."""
-
-FREE = -2
-"""Reference count of a free row."""
-
-UNSEEN = -3
-"""Reference count of a row in no list of the table."""
-
-SWEEP_ROWS = 4096
-"""Rows that are examined together for free ones after :meth:`BlockTable.clear`."""
-
 _FEW_PINS = 16384
-_NO_ROWS: Rows = np.empty(0, np.int64)
-
-
-def load_policy(name: str) -> type[EvictionPolicy]:
-    """Return the policy called ``name``: "lru", "arc" or ``module:Class``.
-
-    Raises:
-        ConfigError: the policy is unknown or cannot be imported; the message lists the allowed names.
-    """
-    if name in BUILTIN_POLICIES:
-        return BUILTIN_POLICIES[name]
-    module_name, colon, class_name = name.partition(":")
-    allowed = f"{', '.join(BUILTIN_POLICIES)} or module:Class"
-    if not colon:
-        raise ConfigError(f"eviction: {name!r} is not a policy; allowed are {allowed}")
-    try:
-        policy = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # a module may raise anything while it is imported
-        raise ConfigError(
-            f"eviction: {name!r} cannot be imported ({type(error).__name__}: {error}); allowed are {allowed}"
-        ) from error
-    if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):
-        raise ConfigError(f"eviction: {name!r} is not a subclass of tiering.table.policies.policy.EvictionPolicy")
-    return policy
 
 
 class BlockTable:
@@ -93,9 +53,7 @@ class BlockTable:
     becomes free when its last reader or its writer is done.
 
     No method takes long with millions of rows. :meth:`clear` gives the dictionaries away. The free rows of a new or
-    cleared table are in no list: they are found by their reference counts, in pieces, when they are needed (the
-    *sweep*). A row ahead of the sweep is free if its count is 0 or :data:`FREE`, unless a block was inserted there
-    since.
+    cleared table are found in pieces, when they are needed (:mod:`tiering.table.free_rows`).
 
     Args:
         num_rows: number of rows.
@@ -107,17 +65,12 @@ class BlockTable:
     """
 
     __slots__ = (
-        "_free",
-        "_free_count",
-        "_inserted",
         "_many_pins",
         "_pinned",
         "_pins",
         "_quarantined",
-        "_swept",
-        "_unswept",
-        "_withdrawn",
         "evictable",
+        "free_rows",
         "keys",
         "num_rows",
         "pending",
@@ -152,16 +105,8 @@ class BlockTable:
         """The eviction policy."""
         self.evictable = 0
         """Number of rows that could be evicted now."""
-        self._free: NDArray[np.int32] = np.empty(num_rows, np.int32)
-        self._free_count = 0
-        self._withdrawn: set[int] = set()
-        """Rows in the list of free rows that are not free any more."""
-        self._swept = 0 if rows_free else num_rows
-        """First row ahead of the sweep."""
-        self._unswept = num_rows if rows_free else 0
-        """Number of free rows ahead of the sweep."""
-        self._inserted: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
-        """Mask of the rows ahead of the sweep in which a block was inserted."""
+        self.free_rows = FreeRows(self.refs, rows_free=rows_free)
+        """The free rows. Only the table's methods change them."""
         self._pins: list[Rows] = []
         """All pinned rows, and others that were pinned lately."""
         self._pinned = 0
@@ -174,7 +119,7 @@ class BlockTable:
     @property
     def free(self) -> int:
         """Number of free rows."""
-        return self._free_count - len(self._withdrawn) + self._unswept
+        return self.free_rows.count
 
     @property
     def room(self) -> int:
@@ -189,19 +134,14 @@ class BlockTable:
             there is no room for all.
         """
         count = len(keys)
-        free = self._free_count - len(self._withdrawn) + self._unswept
+        free = self.free_rows.count
         if count > free + self.evictable:
             return None
         if DISPOSAL.needs_help:
             DISPOSAL.help(count)
         evicted: list[bytes] = []
         take = min(count, free)
-        rows = _NO_ROWS
-        if take > self._free_count or self._withdrawn:
-            self._list_free(take)
-        if take:
-            rows = self._free[self._free_count - take : self._free_count][::-1].astype(np.int64)
-            self._free_count -= take
+        rows = self.free_rows.take(take) if take else NO_ROWS
         if take < count:
             victims = self.policy.evict(count - take)
             evicted = self.keys[victims].tolist()
@@ -260,10 +200,7 @@ class BlockTable:
     def has_block(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return a mask of the rows [start, stop) whose blocks are readable or being written."""
         refs = self.refs[start:stop]
-        mask: NDArray[np.bool_] = refs >= WRITING
-        if self._swept < stop:
-            ahead = max(start, self._swept) - start
-            mask[ahead:] &= (refs[ahead:] != 0) | self._inserted[start + ahead : stop]
+        mask: NDArray[np.bool_] = (refs >= WRITING) & ~self.free_rows.mask(start, stop)
         if self._quarantined:
             for row in np.flatnonzero(mask & (refs != 0)).tolist():
                 if start + row in self._quarantined:
@@ -291,14 +228,7 @@ class BlockTable:
 
     def withdraw(self, rows: Rows) -> Rows:
         """Move the free ones among ``rows`` into quarantine until :meth:`end_writing`, and return them."""
-        rows = distinct(rows)
-        refs = self.refs[rows]
-        ahead = rows >= self._swept
-        free = (refs == FREE) | (ahead & (refs == 0) & ~self._inserted[rows])
-        taken: Rows = rows[free]
-        listed = rows[free & ~ahead]
-        self._withdrawn.update(listed.tolist())
-        self._unswept -= len(taken) - len(listed)
+        taken = self.free_rows.withdraw(rows)
         self.withhold(taken)
         return taken
 
@@ -307,50 +237,9 @@ class BlockTable:
 
         The chosen rows are among the last that :meth:`allocate` would reserve.
         """
-        while self._free_count - len(self._withdrawn) < count and self._unswept:
-            self._sweep()
-        chosen: list[int] = []
-        for start in range(0, self._free_count, SWEEP_ROWS):
-            listed = self._free[start : min(start + SWEEP_ROWS, self._free_count)]
-            chosen += listed[self.refs[listed] == FREE].tolist()
-            if len(chosen) >= count:
-                break
-        rows = np.array(chosen[:count], np.int64)
-        self.withdraw(rows)
+        rows = self.free_rows.withdraw_last(count)
+        self.withhold(rows)
         return rows
-
-    def _list_free(self, count: int) -> None:
-        """Make the last ``count`` entries of the list of free rows free rows; there are as many."""
-        while self._free_count - len(self._withdrawn) < count:
-            self._sweep()
-        if not self._withdrawn:
-            return
-        parts: list[NDArray[np.int32]] = []
-        missing, end = count, self._free_count
-        while missing:
-            listed = self._free[max(0, end - missing) : end]
-            live = self.refs[listed] == FREE
-            end -= len(listed)
-            self._withdrawn.difference_update(listed[~live].tolist())
-            parts.append(listed[live])
-            missing -= len(parts[-1])
-        for part in reversed(parts):
-            self._free[end : end + len(part)] = part
-            end += len(part)
-        self._free_count = end
-
-    def _sweep(self) -> None:
-        """List the free rows among the next ones. They are reserved after all that are listed."""
-        start, stop = self._swept, min(self._swept + SWEEP_ROWS, self.num_rows)
-        refs = self.refs[start:stop]
-        found = np.flatnonzero(((refs == 0) | (refs == FREE)) & ~self._inserted[start:stop])[::-1] + start
-        self.refs[found] = FREE
-        self._inserted[start:stop] = False
-        end = self._free_count + len(found)
-        self._free[len(found) : end] = self._free[: self._free_count].copy()
-        self._free[: len(found)] = found
-        self._free_count, self._swept = end, stop
-        self._unswept -= len(found)
 
     def withhold(self, rows: Rows) -> None:
         """Put rows that are in no list of this table into quarantine until :meth:`end_writing`."""
@@ -365,14 +254,7 @@ class BlockTable:
 
     def forget_free(self, start: int, stop: int) -> int:
         """Remove the free rows in [start, stop) from every list of this table, and return how many there were."""
-        refs = self.refs[start:stop]
-        ahead = min(max(self._swept, start), stop) - start
-        free = refs == FREE
-        free[ahead:] |= (refs[ahead:] == 0) & ~self._inserted[start + ahead : stop]
-        self._unswept -= int(np.count_nonzero(free[ahead:]))
-        self._withdrawn.update((np.flatnonzero(free[:ahead]) + start).tolist())
-        refs[free] = UNSEEN
-        return int(np.count_nonzero(free))
+        return self.free_rows.forget(start, stop)
 
     def end_writing(self, rows: Rows) -> None:
         """Free quarantined ``rows``, because their writers are done."""
@@ -398,8 +280,7 @@ class BlockTable:
         """
         if DISPOSAL.needs_help:
             DISPOSAL.help(len(rows))
-        if self._swept < self.num_rows:
-            self._inserted[rows] = True
+        self.free_rows.insert(rows)
         self.keys[rows] = keys
         self.readable.put(keys, rows.tolist())
         self.refs[rows] = 0
@@ -408,20 +289,8 @@ class BlockTable:
 
     def add_free(self, rows: Rows) -> None:
         """Free rows that are in no list of this table; the first is reserved first."""
-        self.refs[rows] = FREE
         self.keys[rows] = None
-        if self._swept < self.num_rows:
-            ahead = rows >= self._swept
-            self._inserted[rows[ahead]] = False
-            self._unswept += int(np.count_nonzero(ahead))
-            rows = rows[~ahead]
-        if self._withdrawn:
-            listed = self._withdrawn.intersection(rows.tolist())
-            self._withdrawn -= listed
-            rows = rows[np.fromiter((row not in listed for row in rows.tolist()), np.bool_, len(rows))]
-        count = len(rows)
-        self._free[self._free_count : self._free_count + count] = rows[::-1]
-        self._free_count += count
+        self.free_rows.add(rows)
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -442,7 +311,7 @@ class BlockTable:
 
     def _list_pinned(self) -> Rows:
         """Return all pinned rows, each once, and forget the others."""
-        rows = np.concatenate([_NO_ROWS, *self._pins])
+        rows = np.concatenate([NO_ROWS, *self._pins])
         rows = distinct(rows[self.refs[rows] > 0])
         self._pins = [rows]
         self._pinned = len(rows)
@@ -486,7 +355,7 @@ class BlockTable:
         if None in found:
             keys = [key for key, row in zip(keys, found, strict=True) if row is not None]
             if not keys:  # most prompts are new
-                return (), _NO_ROWS
+                return (), NO_ROWS
             found = [row for row in found if row is not None]
         if len(set(found)) < len(found):  # policies count the rows that change their lists
             keys, found = list(dict.fromkeys(keys)), list(dict.fromkeys(found))
@@ -543,10 +412,8 @@ class BlockTable:
         self._quarantined.update(self._list_pinned().tolist())
         self._quarantined.update(self.pending.values())
         self.pending.clear()
-        self._unswept = self.free + self.evictable
-        self._swept = self._free_count = self.evictable = 0
-        self._withdrawn.clear()
-        self._inserted = np.zeros(self.num_rows, np.bool_)
+        self.free_rows.begin_sweep(self.free + self.evictable)
+        self.evictable = 0
         self.policy.clear()
         return self.readable.take()
 

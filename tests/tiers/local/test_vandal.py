@@ -13,7 +13,6 @@ from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
 from tiering.index.slots import SlotIndex
-from tiering.table.block_table import FREE
 from tiering.testing.frames import key_of
 from tiers.local import new_segments
 
@@ -23,10 +22,9 @@ KEYS = [key_of(number) for number in range(240)]
 def assert_consistent(index: SlotIndex, note: str) -> None:
     """Raise unless every slot is in at most one state and every key leads to the slot that holds it."""
     table = index._table
-    while table._unswept:
-        table._sweep()
-    free = [row for row in table._free[: table._free_count].tolist() if table.refs[row] == FREE]
+    free = np.flatnonzero(table.free_rows.mask(0, table.num_rows)).tolist()
     assert len(free) == table.free, note
+    assert sorted(table.free_rows.listed.tolist()) == [row for row in free if row < table.free_rows.swept], note
     held, written = list(table.readable.values()), list(table.pending.values())
     quarantined = list(table._quarantined)
     foreign = np.flatnonzero(index.states.is_foreign).tolist()
