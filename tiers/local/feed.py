@@ -28,8 +28,12 @@ from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
 
-MERGE_BLOCKS = 1024
-"""Recovered blocks that are merged before the clock is read."""
+MERGE_BLOCKS = 256
+"""Recovered blocks that are merged before the clock is read.
+
+The dictionaries of a large index reach their limits at about the same time. With more blocks, several of them would be
+built anew in one call.
+"""
 
 MERGE_SECONDS = 0.002
 """Approximate limit of the time for merging in one step, in seconds."""
