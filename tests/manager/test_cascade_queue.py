@@ -52,7 +52,7 @@ def test_a_queued_block_is_not_new() -> None:
 
 def test_a_block_that_leaves_is_not_taken_and_what_is_not_there_is_no_matter() -> None:
     queue = queue_of((R1, K[:3]), (R2, K[3:4]))
-    assert queue.discard([K[1], K[3], K[9]]) == [K[1], K[3]]
+    assert queue.drop([K[1], K[3], K[9]]) == [K[1], K[3]]
     assert queue.take(9).keys == [K[0], K[2]]
     assert not queue
 
@@ -63,7 +63,7 @@ def test_a_finished_request_ends_when_its_last_block_has_gone() -> None:
     assert queue.finish(R1)
     assert not queue.finish(R3), "nothing of this request is queued"
     queue.take(3)
-    queue.discard(K[3:4])
+    queue.drop(K[3:4])
     assert queue.ended == [], "its fill is still there, and r2 has not finished"
     queue.take(1)
     assert queue.ended == [R1]
@@ -108,7 +108,7 @@ def test_the_queue_is_what_a_plain_list_would_be() -> None:
                 assert keys == [key for one, key in plain if one is ctx][: len(keys)]
                 plain = [(one, key) for one, key in plain if key not in keys]
             case 3:
-                gone = queue.discard(dice.sample(K, 5))
+                gone = queue.drop(dice.sample(K, 5))
                 plain = [(one, key) for one, key in plain if key not in gone]
         assert len(queue) == len(plain)
         assert all(key in queue for _, key in plain)

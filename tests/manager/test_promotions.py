@@ -66,7 +66,7 @@ class World:
 
     def finish(self, request: Request) -> None:
         request.finished = True
-        self.promotions.leave(request)
+        self.promotions.release(request)
 
     def expire(self, now: float) -> None:
         """Let overdue promotions and reservations end, as the collection of finished jobs does."""
@@ -461,7 +461,7 @@ def test_a_tier_without_a_deadline_is_waited_for() -> None:
     assert world.stats.promotions_overdue == 0
 
 
-def test_all_promotions_of_a_retired_tier_are_given_up_and_no_others() -> None:
+def test_all_promotions_of_a_failed_tier_fail_and_no_others() -> None:
     world = World()
     ended, running, other = world.run([A]), world.run([B]), world.run([C], state=world.slow)
     world.promotions.end(ended, None)
@@ -497,7 +497,7 @@ def test_a_reset_drops_what_is_queued_and_what_still_arrives_and_ends_reservatio
     world.promotions.end(world.run([A]), None)
     running = world.run([B], world.r2)
     overdue = world.run([C])
-    world.promotions.give_up(overdue)
+    world.promotions.fail(overdue)
     world.promotions.start(world.fast, world.r1, [D])
     world.promotions.reset([running, overdue])
     world.primary.reset_cache()

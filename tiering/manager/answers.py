@@ -180,7 +180,7 @@ def read_events(given: Iterable[object], tier: str) -> Iterator[OffloadingEvent]
 
 
 def read_event(event: object, tier: str) -> OffloadingEvent:
-    """Return an event as it is.
+    """Return an event of a tier, checked and unchanged.
 
     Args:
         event: what a tier has returned as an event.

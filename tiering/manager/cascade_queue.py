@@ -106,7 +106,7 @@ class CascadeQueue:
             self._close(lane)
         return PulledBlocks(lane.ctx, lane.is_fill, keys)
 
-    def discard(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Remove those of ``keys`` that are queued, and return them."""
         gone: list[OffloadKey] = []
         for key in keys:
@@ -120,7 +120,7 @@ class CascadeQueue:
 
     def clear(self) -> list[OffloadKey]:
         """Remove and return all blocks."""
-        return self.discard(list(self.lane_of))
+        return self.drop(list(self.lane_of))
 
     def lanes_from_last(self, most: int) -> list[QueuedRequest]:
         """Return up to ``most`` lanes, the one whose turn is last first."""
@@ -163,7 +163,7 @@ class CascadeQueue:
 
 
 def tails_of(lanes: Sequence[QueuedRequest]) -> Iterator[tuple[QueuedRequest, OffloadKey]]:
-    """Yield the blocks of ``lanes``, each with its lane, in the order in which they are given up.
+    """Yield the blocks of ``lanes``, each with its lane, in the order in which they are dropped.
 
     The second half of each lane comes before the heads of all: a prefix without its tail is of use.
     """

@@ -183,7 +183,7 @@ class TierJobs:
             self._broker.hold(state, waiting)
 
     def _ask_credit(self, state: TierState, intake: TierIntake, wanted: int) -> None:
-        """Ask a tier for how many of ``wanted`` blocks it has credit until the end of the next step."""
+        """Return the number of ``wanted`` blocks that a tier has credit for until the end of the next step."""
         state.credit = self._ask(state, CREDIT, intake.credit, wanted, 2 * self._broker.longest_step) or 0.0
 
     def pull(self) -> None:
@@ -292,12 +292,12 @@ class TierJobs:
         except PROCESS_ENDS:
             raise
         except BaseException as error:
-            self._tiers.retire_raising(state, submit, error)
+            self._tiers.fail_raising(state, submit, error)
 
     # ---------------------------------------------------------------------------------------------------------- collect
 
     def collect(self) -> None:
-        """Take the finished jobs of all tiers, and give up overdue promotions and expired reservations."""
+        """Take the finished jobs of all tiers, and expire overdue promotions and reservations."""
         self.collected = True
         for state in self._states:
             results: list[JobResult] = []
@@ -311,7 +311,7 @@ class TierJobs:
             except PROCESS_ENDS:
                 raise
             except BaseException as error:
-                self._tiers.retire_reading(state, state.tier.get_finished, given, error)
+                self._tiers.fail_reading(state, state.tier.get_finished, given, error)
             for result in results:
                 self._end(state, result)
         now = self._clock()
@@ -328,7 +328,7 @@ class TierJobs:
             # Nothing is released: perhaps the tier still uses the rows of this job.
             self._stats.misreported_jobs += 1
             breach = str(error) if type(error) is BreachError else ""
-            self._tiers.retire(
+            self._tiers.fail(
                 state, breach or f"its get_finished returned {text_of(result)} instead of the result of a job"
             )
             return
@@ -349,7 +349,7 @@ class TierJobs:
         matter.
 
         Raises:
-            BreachError: the job is not one of the tier's in flight, or does not have these keys; the text says which.
+            BreachError: the job is not one of the tier's in flight, or does not have these keys; see the text.
             BaseException: ``result`` is no result of a job.
         """
         job = self._jobs.get(result.job_id)
@@ -375,7 +375,7 @@ class TierJobs:
         if keys and not promotion.worthless:
             owner = promotion.owner
             faster = [other for other in owner.tiers if other.rank < state.rank and other.fill]
-            # The tiers know that a finished request has no further cascades.
+            # The tiers were promised that a finished request has no further cascades.
             self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx, is_fill=True)
 
     def _note_held(self, state: TierState, rows: Rows) -> None:
@@ -415,8 +415,8 @@ class TierJobs:
             if awaited:
                 self.awaited.setdefault(request, {}).update((key, None) for key in others if key in awaited)
 
-    def forget(self, request: Request) -> None:
-        """Stop waiting for blocks of ``request``."""
+    def drop_awaited(self, request: Request) -> None:
+        """Cascade no awaited blocks of ``request`` any more; those that are queued or in flight go on."""
         self.awaited.pop(request, None)
 
     def cascade_awaited(self) -> list[Request]:
@@ -444,7 +444,7 @@ class TierJobs:
     # ------------------------------------------------------------------------------------------------------------- uses
 
     def note_refilled(self, rows: Rows) -> None:
-        """Note that ``rows`` have new blocks, so that tiers are told of the next use of these blocks."""
+        """Note that ``rows`` have new blocks, so that the next use of these blocks is reported to the tiers."""
         for state in self._states:
             state.settled_until[rows] = 0.0
 

@@ -110,7 +110,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._stats = ManagerStats()
         rows = primary_tier.num_rows
         self._reservations = Reservations(primary_tier, self._stats, clock, reservation_deadline)
-        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._on_retired)
+        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._on_failed)
         self._states = self._tiers.states
         self._call = self._tiers.call
         self._broker = RowBroker(primary_tier, self._tiers, self._stats, clock)
@@ -151,7 +151,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._jobs.collect()
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
-            if not self._requests.may_load_late(req_context):
+            if not self._requests.admit_late_load(req_context):
                 return PrefixMatch(0, False)
             return self.primary_tier.match_prefix(keys, req_context, at_least=at_least)
         if not request.policy.load:
@@ -289,7 +289,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._rest.until = None
         known = self._known.get(req_context.req_id)
         if known is not None:
-            self._open_lookups.forget(req_context.req_id)
+            self._open_lookups.drop(req_context.req_id)
             self._close(known)
         request = self._requests.begin(req_context)
         policy = OffloadPolicy.REQUEST_LEVEL if request.wants_all else OffloadPolicy.BLOCK_LEVEL
@@ -303,9 +303,9 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None or request.finished:
             return
         request.finished = True
-        self._open_lookups.forget(req_context.req_id)
+        self._open_lookups.drop(req_context.req_id)
         self.primary_tier.on_request_finished(req_context)
-        self._promotions.leave(request)
+        self._promotions.release(request)
         self._close_if_done(request)
 
     def _close_if_done(self, request: Request) -> None:
@@ -314,8 +314,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _close(self, request: Request) -> None:
         request.finished = True
-        self._jobs.forget(request)
-        self._promotions.leave(request)
+        self._jobs.drop_awaited(request)
+        self._promotions.release(request)
         self._requests.end(request)
 
     def _cascade_awaited(self) -> None:
@@ -422,7 +422,7 @@ class TieringOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------------------------------------------- reset, shutdown
 
     def reset_cache(self, revision: str | None = None) -> bool:
-        """Forget all blocks; see the base class.
+        """Drop all blocks; see the base class.
 
         Raises:
             ConfigError: ``revision`` is not a text; nothing was reset.
@@ -441,7 +441,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._advisor.forget()
         self.primary_tier.reset_cache()
 
-    def _on_retired(self, state: TierState) -> None:
+    def _on_failed(self, state: TierState) -> None:
         """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
         self._promotions.fail_all(state)
         self._stats.queued_retired += self._broker.empty(state)
@@ -469,7 +469,7 @@ class TieringOffloadingManager(OffloadingManager):
         if dropped := self._jobs.drop_all():
             self._stats.queued_retired += dropped
             _log.warning("%d blocks waited for secondary tiers at shutdown and were not stored", dropped)
-        self._tiers.leave()
+        self._tiers.end_service()
         if stopped:
             self.primary_tier.shutdown()
         else:

@@ -43,8 +43,8 @@ class OpenLookups:
         if self._announced:
             self._open[req_id] = (self._seen, self._clock() + LOOK_AGAIN)
 
-    def forget(self, req_id: str) -> None:
-        """Forget the lookups of a request."""
+    def drop(self, req_id: str) -> None:
+        """Let the next lookup of a request search, whatever was pending before."""
         self._open.pop(req_id, None)
 
     def still_pending(self, req_id: str) -> bool:

@@ -124,7 +124,7 @@ class PrefixSearch:
                 promoted, undecided = self._ask_tiers(request, walk, position)
                 if walk.waits:
                     return PrefixMatch(position + promoted, True)
-                if undecided and request.may_wait(self._clock(), UNDECIDED_PATIENCE):
+                if undecided and request.wait_undecided(self._clock(), UNDECIDED_PATIENCE):
                     return PrefixMatch(position, True)
                 if not promoted:
                     break

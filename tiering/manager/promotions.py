@@ -104,7 +104,7 @@ class Promotions:
         self.next_deadline = math.inf
         """Time before which no running promotion is overdue."""
         self.rows_promoting = 0
-        """Rows of queued and running promotions, those that were given up left out."""
+        """Rows of queued and running promotions, failed ones left out."""
 
     # -------------------------------------------------------------------------------------------------------------- ask
 
@@ -160,7 +160,7 @@ class Promotions:
         the limits leave fewer rows than suffice for its promotion. Many requests may wait, and each asks at every step.
 
         Returns:
-            The position; None if only a search can tell.
+            The position; None if a search is needed.
         """
         wait = self.waiters.waits.get(request)
         if wait is None or request.asked or request.reserved:
@@ -178,7 +178,7 @@ class Promotions:
         return None if key in self._readable or key in self._pending else position
 
     def _loads_from(self, state: TierState) -> bool:
-        """Return True if a load from a tier is queued, or runs and is not given up."""
+        """Return True if a load from a tier is queued, or runs and has not failed."""
         queued = (promotion.state is state for promotion in self._queued.values())
         return any(queued) or any(
             promotion.awaited and not promotion.ended for promotion in self._running.get(state.rank, ())
@@ -267,8 +267,8 @@ class Promotions:
             good_keys, good_rows = list(compress(keys, loaded)), rows[good]
             bad_keys = list(compress(keys, map(not_, loaded)))
             self._primary.abort(bad_keys, rows[~good])
-            self._fail(promotion, bad_keys)
-        self._forget(promotion)
+            self._note_failed(promotion, bad_keys)
+        self._release_waiters(promotion)
         if good_keys:
             self._primary.commit(good_keys, good_rows)
             self._reserve_all(promotion, good_keys, good_rows)
@@ -290,12 +290,12 @@ class Promotions:
             self._primary.adopt(kept, rows[good])
         return kept, rows[good]
 
-    def _forget(self, promotion: Promotion) -> None:
+    def _release_waiters(self, promotion: Promotion) -> None:
         deque(map(self._in_flight.pop, promotion.keys, repeat(None)), maxlen=0)
         _end_waits(promotion)
 
-    def _fail(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
-        """Note that the tier failed to load ``keys``; its requests do not ask it for them again."""
+    def _note_failed(self, promotion: Promotion, keys: Sequence[OffloadKey]) -> None:
+        """Note that the tier failed to load ``keys``; its requests do not look there for them again."""
         rank = promotion.state.rank
         promotion.owner.failed.setdefault(rank, set()).update(keys)
         for key in keys:
@@ -319,10 +319,10 @@ class Promotions:
                 reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
                 request.brought.update(dict.fromkeys(its_keys, medium))
 
-    # ----------------------------------------------------------------------------------------------- deadlines, leaving
+    # ------------------------------------------------------------------------------------------------ deadlines, resets
 
     def expire(self, now: float) -> None:
-        """Give up running promotions that are overdue at ``now``, and end the waits for rows that are over."""
+        """Fail running promotions that are overdue at ``now``, and end the waits for rows that are over."""
         if now >= self.next_deadline:
             self._expire(now)
         if now >= self.waiters.first_end:
@@ -335,17 +335,17 @@ class Promotions:
                 promotion = running.popleft()
                 if not promotion.ended and promotion.awaited:
                     self._stats.promotions_overdue += len(promotion.keys)
-                    self.give_up(promotion)
+                    self.fail(promotion)
             if running:
                 self.next_deadline = min(self.next_deadline, running[0].deadline)
 
-    def give_up(self, promotion: Promotion) -> None:
+    def fail(self, promotion: Promotion) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
 
         Until then, the rows count against the tier's own share only: a tier that hangs must not keep the other tiers
         from promoting.
         """
-        self._forget(promotion)
+        self._release_waiters(promotion)
         promotion.awaited = False
         self.rows_promoting -= len(promotion.keys)
         promotion.owner.awaited = None
@@ -357,13 +357,13 @@ class Promotions:
         self._primary.disown(promotion.keys, as_rows(promotion.rows))
 
     def fail_all(self, state: TierState) -> None:
-        """Give up all running promotions from a tier that is out of service until a restart."""
+        """Fail all running promotions from a tier that is out of service until a restart."""
         for promotion in self._running.get(state.rank, ()):
             if promotion.awaited and not promotion.ended:
-                self.give_up(promotion)
+                self.fail(promotion)
 
-    def leave(self, request: Request) -> None:
-        """End a finished request's reservations; its queued promotions pass to other requests or are dropped."""
+    def release(self, request: Request) -> None:
+        """Release a finished request's reservations; its queued promotions get new owners or are dropped."""
         self._reservations.release(request)
         self.waiters.end(request)
         for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
@@ -418,7 +418,7 @@ class Promotions:
         self.drop_queued()
         for promotion in running:
             if promotion.awaited:
-                self.give_up(promotion)
+                self.fail(promotion)
             promotion.worthless = True
         self._running.clear()
         self.waiters.clear()
@@ -426,7 +426,7 @@ class Promotions:
 
 
 def _end_waits(promotion: Promotion) -> None:
-    """Let no request wait for the blocks of a promotion any more; each must search anew."""
+    """Let no request wait for the blocks of a promotion any more, so that each searches anew."""
     promotion.owner.asked.difference_update(promotion.keys)
     promotion.owner.awaited = None
     for key, requests in promotion.others.items():

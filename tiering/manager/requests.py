@@ -63,15 +63,15 @@ class Request:
             at_least: smallest useful number of hits.
 
         Returns:
-            The number of hits; None if only a search can tell.
+            The number of hits; None if a search is needed.
         """
         awaited = self.awaited
         if awaited is None or not self.asked or awaited[0] != len(keys) or awaited[1] != keys[-1]:
             return None
         return awaited[2] if awaited[2] >= at_least else None
 
-    def may_wait(self, now: float, patience: float) -> bool:
-        """Return True if an undecided lookup may stay undecided.
+    def wait_undecided(self, now: float, patience: float) -> bool:
+        """Begin the wait of undecided lookups at the first call, and return False once the wait is over.
 
         A tier that never decides must not hold up a request for ever.
 
@@ -90,7 +90,7 @@ class _UnknownNames:
     The names come from clients and requests come by the thousand, so the number of warnings is bounded.
     """
 
-    __slots__ = ("_known", "_told")
+    __slots__ = ("_known", "_warned")
 
     _MOST = 32
     """Largest number of names that are warned about."""
@@ -98,13 +98,13 @@ class _UnknownNames:
     def __init__(self, known: Sequence[str]) -> None:
         """Create the warnings for a stack whose tiers have the names ``known``, fastest first."""
         self._known = known
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def tell(self, req_id: str, names: Iterable[str]) -> None:
+    def warn(self, req_id: str, names: Iterable[str]) -> None:
         """Warn about those of ``names`` that are unknown and were not warned about before."""
-        for name in sorted(set(names).difference(self._known, self._told)):
-            if len(self._told) < self._MOST:
-                self._told.add(name)
+        for name in sorted(set(names).difference(self._known, self._warned)):
+            if len(self._warned) < self._MOST:
+                self._warned.add(name)
                 _log.warning(
                     "request %s: kv_tiering.tiers: %s is not a tier of this stack and is ignored (logged once); "
                     "the tiers are %s",
@@ -146,7 +146,7 @@ class Requests:
         if names is not None:
             tiers = [state for state in tiers if state.name in names]
             if len(tiers) < len(names):
-                self._unknown_names.tell(ctx.req_id, names)
+                self._unknown_names.warn(ctx.req_id, names)
         request = Request(ctx, policy, tiers, [])
         for state in self._tiers.states:
             if state.queue:
@@ -161,8 +161,8 @@ class Requests:
         self.begun = True
         return request
 
-    def may_load_late(self, ctx: ReqContext) -> bool:
-        """Return True if a request that is not announced, or has finished, may load.
+    def admit_late_load(self, ctx: ReqContext) -> bool:
+        """Warn of a lookup of a request that is not announced or has finished, and return True if it may load.
 
         No end of such a request will come, so that nothing may be kept for it.
         """
@@ -181,7 +181,7 @@ class Requests:
         )
 
     def end(self, request: Request) -> None:
-        """Forget a finished request; so do its tiers, each once no cascade for it follows."""
+        """Drop a finished request, and end it in its tiers, each once no cascade for it follows."""
         if self.known.get(request.ctx.req_id) is request:
             del self.known[request.ctx.req_id]
         for state in request.tiers:

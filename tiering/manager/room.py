@@ -25,7 +25,7 @@ LONGEST_WAIT = 30.0
 
 
 class Wait(NamedTuple):
-    """The wait of one request."""
+    """Rows that one request lacks for a promotion, with the times of its wait in monotonic seconds."""
 
     began: float
     """Time at which the wait began."""

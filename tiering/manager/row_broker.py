@@ -159,7 +159,7 @@ class RowBroker:
         """Take blocks that have left the primary tier off all queues."""
         for state in self._states:
             if state.queue:
-                self._count_evicted(state, state.queue.discard(keys))
+                self._count_evicted(state, state.queue.drop(keys))
 
     def _named(self, keys: Sequence[OffloadKey], but: TierState) -> NDArray[np.bool_]:
         """Return a mask of the ``keys`` that the queue of another tier than ``but`` has."""
@@ -172,7 +172,7 @@ class RowBroker:
     def _count_evicted(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
         if keys:
             self._stats.queued_evicted += len(keys)
-            self._tiers.leave_queue(state, keys)
+            self._tiers.report_unstored(state, keys)
 
     # ---------------------------------------------------------------------------------------------------------- victims
 
@@ -235,7 +235,7 @@ class RowBroker:
         if len(chosen) < least:
             return 0
         for state in queued:
-            self._count_evicted(state, state.queue.discard(chosen))
+            self._count_evicted(state, state.queue.drop(chosen))
         self.release(as_rows(list(chosen.values())))
         # The policy would pass over all held rows before it finds these.
         self._primary.drop(list(chosen))

@@ -72,7 +72,7 @@ class TierState:
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     credit: float = 0.0
-    """Number of blocks that may be submitted before the tier is asked again."""
+    """Number of blocks that may be submitted before the tier is called again."""
     queued_since: float = -math.inf
     """Time of the last pull, or at which an empty queue got blocks, on the manager's clock."""
     in_service: bool = True
@@ -149,7 +149,7 @@ def _attribute(tier: SecondaryTierManager, owner: object, name: str, expected: s
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse names that requests, events and metrics could not tell apart.
+    """Refuse names that requests, events and metrics could not distinguish.
 
     Raises:
         ConfigError: two secondary tiers have the same name, or one has the name of the primary tier.
@@ -239,7 +239,7 @@ class SecondaryTiers:
         num_rows: int,
         stats: ManagerStats,
         clock: Callable[[], float],
-        on_retired: Callable[[TierState], None],
+        on_failed: Callable[[TierState], None],
     ) -> None:
         """Create the states of a manager's tiers; all are in service.
 
@@ -248,7 +248,7 @@ class SecondaryTiers:
             num_rows: number of primary rows.
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
-            on_retired: function that is called when a tier was taken out of service until a restart.
+            on_failed: function that is called when a tier was taken out of service until a restart.
 
         Raises:
             ConfigError: two tiers have one name, or an attribute has a value that the contract of tiers does not allow.
@@ -258,7 +258,7 @@ class SecondaryTiers:
         """All tiers, fastest first."""
         self._stats = stats
         self._clock = clock
-        self._on_retired = on_retired
+        self._on_failed = on_failed
 
     def call(self, state: TierState, method: Callable[..., object], *arguments: object) -> None:
         """Call a method of a tier whose answer has no meaning; if it raises, take the tier out of service."""
@@ -267,7 +267,7 @@ class SecondaryTiers:
         except PROCESS_ENDS:
             raise
         except BaseException as error:
-            self.retire_raising(state, method, error)
+            self.fail_raising(state, method, error)
 
     def ask(self, state: TierState, answer: Answer[_T], method: Callable[..., object], *arguments: object) -> _T | None:
         """Call a method of a tier and return its answer.
@@ -285,7 +285,7 @@ class SecondaryTiers:
         except PROCESS_ENDS:
             raise
         except BaseException as error:
-            self.retire_raising(state, method, error)
+            self.fail_raising(state, method, error)
             return None
         return self.read(state, answer, method, given, *arguments)
 
@@ -298,27 +298,27 @@ class SecondaryTiers:
         except PROCESS_ENDS:
             raise
         except BaseException:
-            self.retire(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
+            self.fail(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
             return None
 
-    def leave_queue(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
-        """Note that ``keys`` have left a tier's queue unstored, and end the requests without further blocks."""
+    def report_unstored(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
+        """Report to a tier that ``keys`` left its queue unstored, and end requests without further blocks."""
         if keys and state.in_service and state.intake is not None:
             self.call(state, state.intake.not_stored, tuple(keys))
         self.end_requests(state)
 
     def end_requests(self, state: TierState) -> None:
-        """Let a tier forget the finished requests whose last block has left its queue."""
+        """End the finished requests whose last block has left a tier's queue, in the tier too."""
         ended, state.queue.ended = state.queue.ended, []
         for ctx in ended:
             if state.in_service:
                 self.call(state, state.tier.on_request_finished, ctx)
 
-    def retire_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
+    def fail_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""
-        self.retire(state, f"its {_name(method)} raised {text_of(error)}", exc_info=True)
+        self.fail(state, f"its {_name(method)} raised {text_of(error)}", exc_info=True)
 
-    def retire_reading(
+    def fail_reading(
         self, state: TierState, method: Callable[..., object], given: object, error: BaseException
     ) -> None:
         """Take a tier out of service because the elements that its ``method`` has ``given`` cannot be read.
@@ -326,13 +326,13 @@ class SecondaryTiers:
         ``error`` is the present exception: a :class:`BreachError`, or one that the method or its answer has raised.
         """
         if isinstance(error, BreachError):
-            self.retire(state, f"its {_name(method)} returned {error}")
+            self.fail(state, f"its {_name(method)} returned {error}")
         elif not hasattr(type(given), "__iter__"):
-            self.retire(state, f"its {_name(method)} returned {text_of(given)}, which has no elements")
+            self.fail(state, f"its {_name(method)} returned {text_of(given)}, which has no elements")
         else:
-            self.retire_raising(state, method, error)
+            self.fail_raising(state, method, error)
 
-    def retire(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
+    def fail(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
         """Take a tier out of service until a restart, because it broke its contract.
 
         Args:
@@ -344,7 +344,7 @@ class SecondaryTiers:
             state.in_service = state.resetting = False
             self._stats.tiers_out_of_service += 1
             _log.error("tier %s is out of service until a restart: %s", state.name, reason, exc_info=exc_info)
-            self._on_retired(state)
+            self._on_failed(state)
 
     def end_step(self, state: TierState) -> StepEnd:
         """End the step of a tier, and return its state; the default state if the tier breaks its contract."""
@@ -354,7 +354,7 @@ class SecondaryTiers:
         except PROCESS_ENDS:
             raise
         except BaseException as error:
-            self.retire_raising(state, method, error)
+            self.fail_raising(state, method, error)
             return _NOTHING
         if type(end) is StepEnd:
             wanted, rest, superseded, _ = end
@@ -399,7 +399,7 @@ class SecondaryTiers:
         for state in self.states:
             self._reset(state, state.tier.reset, deadline, None, True)
             if state.in_service and self.end_step(state).superseded:
-                self.retire(state, "it did not enter the new common epoch that it reported")
+                self.fail(state, "it did not enter the new common epoch that it reported")
 
     def _reset(self, state: TierState, reset: Callable[..., object], *arguments: object) -> bool:
         if self.ask(state, TRUTH, reset, *arguments):
@@ -433,8 +433,8 @@ class SecondaryTiers:
             stopped = bool(self.ask(state, TRUTH, state.tier.shutdown, deadline)) and stopped
         return stopped
 
-    def leave(self) -> None:
-        """Take all tiers out of service without a word, because they were shut down."""
+    def end_service(self) -> None:
+        """Take all tiers out of service uncounted and unlogged, because they were shut down."""
         for state in self.states:
             state.in_service = state.resetting = False
 
@@ -460,7 +460,7 @@ class SecondaryTiers:
             except PROCESS_ENDS:
                 raise
             except BaseException as error:
-                self.retire_reading(state, method, given, error)
+                self.fail_reading(state, method, given, error)
         return events
 
 
