@@ -142,7 +142,7 @@ class FakeIo:
         self.clock.advance(timeout)
         return bool(self._ended or self._done)
 
-    def discard(self) -> None:
+    def drop_waiting(self) -> None:
         """Keep the jobs: a test decides how each of them ends."""
 
     def drain(self, deadline: float) -> bool:

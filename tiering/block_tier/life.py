@@ -222,7 +222,7 @@ class TierLife:
         finally:
             # The blocks on the medium must become foreign, whatever state the tier is in.
             self._service.leave(target)
-        self._io.discard()
+        self._io.drop_waiting()
         self._jobs.poll()
         self.wait(lambda: self.reset_done or not self._service.running, deadline)
         if not self.reset_done:
@@ -284,7 +284,7 @@ class TierLife:
         """
         self._service.suspend()
         self._leave_epoch()
-        self._io.discard()
+        self._io.drop_waiting()
         self._refresh()
 
     def enter_medium(self) -> None:
@@ -342,7 +342,7 @@ class TierLife:
         return None if younger or not self._agreement.in_use() else False
 
     def invalidated(self, *, dropped: bool) -> None:
-        """Leave the present epoch if its blocks may be older than an invalidation that has just become known.
+        """Leave the present epoch if its blocks may be older than an invalidation that was just found.
 
         Args:
             dropped: True if the manager is dropping all older blocks at this moment.
@@ -392,7 +392,7 @@ class TierLife:
             common: the common epoch.
             dropped: True if the manager is dropping all older blocks at this moment.
         """
-        self._abandon()
+        self._drop_work()
         common = self._opener.history.accept(common)
         self._agreement.enter(self._name, self._met(common), dropped=dropped)
         # A medium that is being opened again may have a later epoch by now, which the attempt finds.
@@ -403,13 +403,13 @@ class TierLife:
 
     def _reopen(self) -> None:
         """Leave the common epoch, and open the medium again in one that has all known invalidations."""
-        self._abandon()
+        self._drop_work()
         self._service.again()
 
-    def _abandon(self) -> None:
+    def _drop_work(self) -> None:
         self._leave_epoch()
         self._intake.offers.clear()
-        self._io.discard()
+        self._io.drop_waiting()
 
     def _met(self, common: CommonEpoch) -> MetEpoch:
         return MetEpoch(

@@ -100,7 +100,7 @@ class StoreTraits:
     A store with batches receives units of up to 8 MiB, other stores units of up to 1 MiB.
     """
     forgets: bool = False
-    """True if the medium may lose all documents at once; default False.
+    """True if all documents of the medium may vanish at once; default False.
 
     A server that keeps them in memory does so at a restart.
     """

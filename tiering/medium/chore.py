@@ -27,7 +27,7 @@ class Backoff:
         self._most = first if most is None else most
         self._jitter = jitter
         self.failures = 0
-        """Number of failures in a row."""
+        """Number of failures in a row; 0 after a success."""
 
     def failed(self, at_most: float = NEVER) -> float:
         """Record a failure, and return the seconds until the next attempt, at most about ``at_most``."""
@@ -75,7 +75,7 @@ class Chore:
 
     @property
     def failures(self) -> int:
-        """Number of failures in a row."""
+        """Number of failures in a row; 0 after a success."""
         return self._backoff.failures
 
     def wake(self, seconds: float = 0.0) -> None:

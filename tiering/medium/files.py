@@ -121,7 +121,7 @@ class Files:
         return path.lstat()
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
+        """Close a descriptor; an error of the close may be one of earlier writes."""
         os.close(fd)
 
     def allocate(self, fd: int, length: int) -> None:

@@ -126,7 +126,7 @@ class IoHost:
         self._unexpected = RateLimit(LOG_PERIOD, clock)
         self._hanging = RateLimit(_LOG_PERIOD, clock)
         self._short_of_threads = False
-        """True if a line of the log has told of a lack of threads that lasts."""
+        """True if a lack of threads that lasts has been logged."""
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -235,8 +235,8 @@ class IoHost:
                 self._news.wait(wait)
         return self._finished == self._submitted
 
-    def discard(self) -> None:
-        """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
+    def drop_waiting(self) -> None:
+        """Drop every job, or part of a job, that no thread has begun: its blocks count as failed."""
         while (unit := self.lanes.take_any()) is not None:
             self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
 
@@ -251,13 +251,13 @@ class IoHost:
         self.stopping.set()
         self._threads.stop()
         self._lookups.stop()
-        self._abandon()
+        self._fail_unbegun()
         for wait in _waits(self._clock, deadline):
             if self._threads.join(wait) and self._lookups.join(wait):
                 break
         else:
             return False
-        self._abandon()
+        self._fail_unbegun()
         self._pipeline.release()
         return True
 
@@ -326,7 +326,7 @@ class IoHost:
         self._wake()
         return None
 
-    def _abandon(self) -> None:
+    def _fail_unbegun(self) -> None:
         self._fail_waiting(TemporaryStoreError(f"tier {self.name} is closing"))
 
     # -------------------------------------------------------------------------------------------------- the I/O threads

@@ -97,7 +97,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def of(self, kind: IoKind) -> Lane:
-        """Return the lane of one direction."""
+        """Return the lane of one direction: its waiting and running units."""
         return self.loads if kind is IoKind.LOAD else self.stores
 
     @property

@@ -15,7 +15,7 @@ from tiering.medium.block_store import Done, Outcome, Place
 
 
 class IoKind(enum.Enum):
-    """Direction of a job."""
+    """Direction of a job: a load reads the medium, a store writes to it."""
 
     LOAD = "load"
     """From the medium to primary rows."""

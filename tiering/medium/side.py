@@ -68,8 +68,8 @@ class IoSide(Protocol):
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has."""
 
-    def discard(self) -> None:
-        """Fail every job, or part of a job, that no thread has begun; its blocks are not wanted any more."""
+    def drop_waiting(self) -> None:
+        """Drop every job, or part of a job, that no thread has begun: its blocks count as failed."""
 
     def drain(self, deadline: float) -> bool:
         """Wait at most until ``deadline`` for all jobs to end, and return True if none is in flight."""

@@ -267,7 +267,7 @@ class SimulatedIo:
         """None: stores never stall."""
         return 0
 
-    def discard(self) -> None:
+    def drop_waiting(self) -> None:
         """Do nothing: a replay ends no tier early."""
 
     def drain(self, deadline: float) -> bool:

@@ -62,7 +62,7 @@ class Breaker:
     probe. A probe that succeeds closes the breaker. After a probe that fails, the next wait is twice as long, at most
     ``options.probe_max``.
 
-    A probe that never reports is given up after the same time, and a late success makes a probe due at once. A breaker
+    A probe that never reports expires after the same time, and a late success makes a probe due at once. A breaker
     therefore never stays open for ever. A breaker that opens again less than ``options.probe_max`` seconds after it
     closed goes on doubling its waits.
 
@@ -165,7 +165,7 @@ class Breaker:
                     self._begin(reason)
 
     def trip(self, reason: object) -> None:
-        """Open the breaker now, for a reason that the caller knows."""
+        """Open the breaker now, for a reason other than failed attempts."""
         with self._lock:
             if self.state is BreakerState.CLOSED:
                 self._begin(reason)
@@ -236,7 +236,7 @@ class Breakers:
         return self.reads.opened + self.writes.opened
 
     def trip(self, reason: str) -> None:
-        """Open both breakers now, for a reason that the caller knows."""
+        """Open both breakers now, for a reason other than failed attempts."""
         self.reads.trip(reason)
         self.writes.trip(reason)
 
@@ -252,7 +252,7 @@ def is_medium_failure(outcome: Outcome) -> bool:
 
 
 class BreakerLayer(StoreLayer):
-    """Records in the breakers how attempts ended, and asks them before each attempt.
+    """Records in the breakers how attempts ended, and lets through the attempts that they allow.
 
     A batch counts as one attempt. It is a success if the medium answered for any of its blocks, and a failure if all
     requested blocks failed. It is neither if no block was requested.

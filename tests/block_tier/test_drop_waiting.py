@@ -33,7 +33,7 @@ def test_what_nobody_has_begun_ends_at_once_and_what_runs_when_it_ends() -> None
         host.submit(make_job(primary, IoKind.STORE, range(4, 8), job_id=2))
         host.submit(make_job(primary, IoKind.LOAD, range(8, 12), job_id=3))
         assert host.poll() == []
-        host.discard()
+        host.drop_waiting()
         ended = {result.job.job_id: outcome_names(result.outcomes) for result in finish(host, 2)}
         assert ended == {2: ["TemporaryStoreError"] * 4, 3: ["TemporaryStoreError"] * 4}
         store.gate.set()
