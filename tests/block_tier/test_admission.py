@@ -92,9 +92,9 @@ def test_the_ghost_filter_forgets_only_what_shares_a_slot() -> None:
     ghost.add(other)
     ghost.add(same_slot)
     assert [bool(ghost.contains(value)[0]) for value in (one, same_slot, other)] == [False, True, True]
-    ghost.discard(one)
+    ghost.drop(one)
     assert ghost.contains(same_slot)[0]
-    ghost.discard(same_slot)
+    ghost.drop(same_slot)
     assert not ghost.contains(same_slot)[0]
 
 

@@ -32,7 +32,7 @@ class FakeCoordination(Coordination):
         self.prefixes: list[str] = []
         self.claims: list[Claim] = []
         self.told: list[Place] = []
-        self.given_up: list[Place] = []
+        self.unclaimed: list[Place] = []
         self.watched: list[OffloadKey] = []
         self.declines: list[OffloadKey] = []
         self.inbox = Inbox()
@@ -62,7 +62,7 @@ class FakeCoordination(Coordination):
         self.told += places
 
     def released(self, places: Sequence[Place]) -> None:
-        self.given_up += places
+        self.unclaimed += places
 
     def watch(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         self.watched += keys
@@ -167,7 +167,7 @@ def test_without_a_service_nothing_is_claimed() -> None:
     assert (len(rig.io.jobs), rig.fleet.claims) == (1, [])
 
 
-def test_a_failed_upload_is_given_up() -> None:
+def test_the_claim_of_a_failed_upload_is_released() -> None:
     rig = Rig()
     job = rig.submit(K[:2])
     rig.fleet.claims[0].granted = [True, True]
@@ -175,7 +175,7 @@ def test_a_failed_upload_is_given_up() -> None:
     places = rig.io.jobs[0].places
     rig.io.finish(job, [TemporaryStoreError("no")] * 2)
     rig.finished()
-    assert (rig.fleet.told, rig.fleet.given_up) == ([], list(places))
+    assert (rig.fleet.told, rig.fleet.unclaimed) == ([], list(places))
 
 
 def test_a_reset_drops_the_stores_that_wait_and_an_answer_comes_too_late() -> None:
@@ -197,19 +197,19 @@ def test_a_block_that_was_stored_before_a_reset_is_not_told_in_the_new_epoch() -
     rig.finished()
     places = rig.io.jobs[0].places
     rig.tier.reset(rig.clock())
-    assert rig.fleet.given_up == places, "others may upload at once, should the upload not succeed"
+    assert rig.fleet.unclaimed == places, "others may upload at once, should the upload not succeed"
     rig.io.finish(job)
     rig.finished()
-    assert (rig.fleet.told, rig.fleet.given_up) == ([], places)
+    assert (rig.fleet.told, rig.fleet.unclaimed) == ([], places)
 
 
-def test_the_granted_claims_of_stores_that_a_reset_drops_are_given_up() -> None:
+def test_the_granted_claims_of_stores_that_a_reset_drops_are_released() -> None:
     rig = Rig()
     job = rig.submit(K[:3])
     claim = rig.fleet.claims[0]
     claim.granted = [True, False, True]
     rig.tier.reset(rig.clock())
-    assert rig.fleet.given_up == [claim.places[0], claim.places[2]]
+    assert rig.fleet.unclaimed == [claim.places[0], claim.places[2]]
     assert rig.finished() == [(job, [])]
 
 

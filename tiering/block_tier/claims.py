@@ -69,13 +69,13 @@ class StoreClaims:
         return decided
 
     def take_all(self) -> list[PlannedStore]:
-        """Return all stores, because the tier leaves its epoch or shuts down; their claims are given up."""
+        """Return all stores, because the tier leaves its epoch or shuts down; their claims are released."""
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():
-            self._give_up(one.claim, one.store.places)
+            self._release(one.claim, one.store.places)
         return [one.store for one in waiting.values()]
 
-    def _give_up(self, claim: Claim, places: Sequence[Place]) -> None:
+    def _release(self, claim: Claim, places: Sequence[Place]) -> None:
         claim.dropped.update(places)
         # An answer that comes from here on finds the places dropped.
         if claim.granted is not None:
@@ -101,13 +101,13 @@ class LeftBlocks:
         self._left: dict[OffloadKey, None] = {}
 
     def add(self, keys: Sequence[OffloadKey], now: float) -> None:
-        """Remember blocks of a prefix, in its order; beyond :data:`MAX_LEFT` they are forgotten."""
+        """Remember blocks of a prefix, in its order; beyond :data:`MAX_LEFT` they are dropped."""
         if len(self._left) + len(keys) <= MAX_LEFT:
             self._left.update(dict.fromkeys(keys))
             self._batches.append((now + self._lapse * (1 + LAPSE_JITTER * self._jitter()), keys))
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget blocks that another machine has stored."""
+        """Drop blocks that another machine has stored."""
         for key in keys:
             self._left.pop(key, None)
 
@@ -121,6 +121,6 @@ class LeftBlocks:
         return []
 
     def clear(self) -> None:
-        """Forget all blocks, because the tier leaves its epoch."""
+        """Drop all blocks, because the tier leaves its epoch."""
         self._batches.clear()
         self._left.clear()

@@ -1,7 +1,7 @@
-"""Contract of coordination: what the machines of a fleet tell each other about one shared medium.
+"""Contract of coordination: notices between the machines of a fleet about one shared medium.
 
-Everything that coordination says is a hint. A block is served only after it was loaded and verified; a wrong hint costs
-requests. While coordination does not answer, the tier works as without it, and nothing waits for it.
+Every notice is a hint. A block is served only after it was loaded and verified; a wrong hint costs requests. While
+coordination does not answer, the tier works as without it, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Claim:
     dropped: set[Place] = field(default_factory=set)
     """Places whose blocks will not be uploaded. The scheduler's thread adds to it.
 
-    A thread that grants one of them gives that claim up; it sets ``granted`` before it looks.
+    A thread that grants one of them releases that claim; the thread sets ``granted`` before it looks.
     """
 
 
@@ -65,18 +65,18 @@ class Coordination(ABC):
 
     @abstractmethod
     def enter(self, place_prefix: str) -> None:
-        """Speak of the blocks below ``place_prefix`` (a namespace and epoch) from now on, and of no others."""
+        """Coordinate the blocks below ``place_prefix`` (a namespace and epoch) from now on, and no others."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Speak of no new blocks until :meth:`enter`; what was said before is still sent."""
+        """Coordinate no new blocks until :meth:`enter`; queued notices are still sent."""
 
     @abstractmethod
     def ask(self, probe: Callable[[Sequence[Place]], StoreProbe], places: Sequence[Place]) -> StoreProbe:
         """Return which of ``places`` hold a block, from the service or, in doubt, from the medium.
 
         Args:
-            probe: asks the medium.
+            probe: looks at the medium.
             places: places of blocks.
         """
 
@@ -86,11 +86,11 @@ class Coordination(ABC):
 
     @abstractmethod
     def stored(self, places: Sequence[Place]) -> None:
-        """Tell the fleet that ``places`` hold blocks now."""
+        """Notify the fleet that ``places`` hold blocks now."""
 
     @abstractmethod
     def released(self, places: Sequence[Place]) -> None:
-        """Give up claims on blocks that are not uploaded after all."""
+        """Release claims on blocks that are not uploaded after all."""
 
     @abstractmethod
     def watch(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
@@ -125,7 +125,7 @@ class Inbox:
         return Heard(_drain(self.stored), _drain(self.touched))
 
     def clear(self) -> None:
-        """Forget all notices."""
+        """Drop all notices."""
         self.stored.clear()
         self.touched.clear()
 

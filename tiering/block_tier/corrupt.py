@@ -116,7 +116,7 @@ class CorruptBlocks:
             )
             self._read = self._corrupt = 0
         for block in refused:
-            if not self._may_read_again(now):
+            if not self._take_read(now):
                 break
             self._io.run(
                 IoTask(
@@ -126,7 +126,7 @@ class CorruptBlocks:
                 )
             )
 
-    def _may_read_again(self, now: float) -> bool:
+    def _take_read(self, now: float) -> bool:
         spent = self._spent
         while spent and now - spent[0] >= PERIOD:
             spent.popleft()
@@ -169,7 +169,7 @@ def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict 
 
 
 def is_sound(found: RawBlock, block: Refused, header_bytes: int) -> bool:
-    """Return True if ``found`` is the block that was asked for, or if this process cannot decode it."""
+    """Return True if ``found`` is the block of the key, or if this process cannot decode it."""
     payload = memoryview(bytearray(block.size))
     stored = memoryview(found.content)[header_bytes:]
     try:

@@ -13,7 +13,7 @@ from tiering.secondary.options import TierOptions
 
 @dataclass(frozen=True, slots=True)
 class TierDefinition:
-    """A type of tier."""
+    """Options, store and tier class of one ``type`` word of a stack file."""
 
     options: type[TierOptions]
     """Class of the options that the tier's section of the stack file may contain."""

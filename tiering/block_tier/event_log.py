@@ -93,9 +93,9 @@ class EventLog:
         return self._events.take(MAX_EVENTS)
 
     def _announce(self, announced: OrderedDict[OffloadKey, None], keys: Sequence[OffloadKey]) -> None:
-        """Announce those of ``keys`` that are not announced, and withdraw the oldest beyond the bound.
+        """Announce those of ``keys`` that are not announced, and the removal of the oldest beyond the bound.
 
-        Without the withdrawal, consumers would keep those keys for ever.
+        Without these removals, consumers would keep those keys for ever.
         """
         new = [key for key in keys if key not in announced]
         self._add(new, removed=False)

@@ -1,4 +1,4 @@
-"""Intake of a tier: which blocks it stores, and which it asks for again.
+"""Intake of a tier: which blocks it stores, and which it takes again.
 
 - Admission policies decide if a tier stores a block that is offered to it. ``all`` admits every block, and ``none`` no
   block (a tier that is only read). ``second_touch`` admits blocks that were seen before, because a block that is used
@@ -48,7 +48,7 @@ OFFER_AGAIN_AFTER = 60.0
 """Seconds until a block that was offered again may be offered once more."""
 
 MAX_REMEMBERED = 1 << 16
-"""Maximum number of offered blocks that are remembered; the oldest is forgotten."""
+"""Maximum number of offered blocks that are remembered; the oldest is dropped."""
 
 _LAST_BYTE = itemgetter(-1)
 
@@ -87,10 +87,10 @@ class Admission(ABC):
         return keys
 
     def on_request_finished(self, req_id: str) -> None:
-        """Forget ``req_id``: no calls for it follow."""
+        """Drop what is remembered of ``req_id``: no calls for the request follow."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all that is remembered, for a reset; later decisions are those of a new policy."""
 
 
 class AdmitAll(Admission):
@@ -135,16 +135,16 @@ class GhostFilter:
         return known
 
     def add(self, hashes: NDArray[np.int64]) -> None:
-        """Remember ``hashes``."""
+        """Add ``hashes``; each replaces the one in its slot."""
         self._table[hashes & self._mask] = hashes
 
-    def discard(self, hashes: NDArray[np.int64]) -> None:
+    def drop(self, hashes: NDArray[np.int64]) -> None:
         """Remove ``hashes`` from the set; unknown ones are ignored."""
         slots = hashes & self._mask
         self._table[slots[self._table[slots] == hashes]] = 0
 
     def clear(self) -> None:
-        """Forget everything, without a write to each slot: a new table is zero until it is used."""
+        """Drop all hashes, without a write to each slot: a new table is zero until it is used."""
         self._table = np.zeros(len(self._table), np.int64)
 
 
@@ -170,7 +170,7 @@ class AdmitSecondTouch(Admission):
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
-        self._ghost.discard(hashes[known])
+        self._ghost.drop(hashes[known])
         new = hashes[~known]
         if len(new):
             self._declined = True
@@ -187,10 +187,10 @@ class AdmitSecondTouch(Admission):
             self._declined = True
             self._ghost.add(self._ghost.hashes(keys))
 
-    def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget that ``keys`` were declined, because they are stored for another reason."""
+    def drop_declined(self, keys: Sequence[OffloadKey]) -> None:
+        """Drop ``keys`` from the declined blocks, because they are stored for another reason."""
         if self._declined:
-            self._ghost.discard(self._ghost.hashes(keys))
+            self._ghost.drop(self._ghost.hashes(keys))
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
         if not self._declined:
@@ -251,10 +251,10 @@ class AdmitFillsApart(Admission):
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         if not fill:
-            self._fills.forget(keys)
+            self._fills.drop_declined(keys)
             return self._stores.admit(keys, req_id)
         if self._never:
-            self._fills.forget(keys)
+            self._fills.drop_declined(keys)
             self._fills.admit(keys, req_id)
             return []
         return self._fills.admit(keys, req_id)
@@ -369,14 +369,14 @@ class Offers:
         return taken
 
     def clear(self) -> None:
-        """Forget the blocks (a reset), but keep the rate."""
+        """Drop the blocks (a reset), but keep the rate."""
         self._offered.clear()
         self.waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Intake of one tier."""
+    """Admission, sizes and offers of one tier, which a reset empties together."""
 
     admission: Admission
     """Admission policy."""
@@ -403,6 +403,6 @@ class Intake:
         return cls(policy, BlockSizes(group_bytes), Offers(policy))
 
     def clear(self) -> None:
-        """Forget all blocks, for a reset."""
+        """Drop all blocks, for a reset."""
         self.admission.clear()
         self.offers.clear()

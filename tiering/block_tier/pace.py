@@ -83,7 +83,7 @@ class LoadPace:
             elapsed = now - self._window_begun
             if elapsed >= WINDOW:
                 if self._window_bytes:
-                    # A window without a block tells of an outage, which is the breaker's affair.
+                    # A window without a block is a sign of an outage, which is the breaker's affair.
                     self._measure(self._window_bytes / elapsed)
                 self._window_begun, self._window_bytes = now, 0
         self._blocks -= len(sizes)

@@ -58,7 +58,7 @@ class TierService(Chore):
         self._stopped = False
         self._suspended = False
         self._overtaken = False
-        """True if the running attempt began before the tier left the medium, so that its result says nothing."""
+        """True if the running attempt began before the tier left the medium: its result does not count."""
         self.in_service = False
         self.error: BaseException | None = None
         """Reason why the last attempt failed; None if none has failed."""
@@ -110,7 +110,7 @@ class TierService(Chore):
         self.start()
 
     def stop(self) -> None:
-        """Leave service for good."""
+        """Leave service for good; the result of an attempt that still runs does not count."""
         self._stopped = True
         self.in_service = False
 

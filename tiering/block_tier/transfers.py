@@ -123,7 +123,7 @@ class BlockTransfers:
         if len(planned) < len(keys):
             stats.stores_declined += len(keys) - len(planned) - len(already_held)
             if already_held:
-                # Not announced: a probe of a chain asks for some of its blocks only, and the others may be missing.
+                # Not announced: a probe of a chain looks at some of its blocks only, and the others may be missing.
                 held = [keys[position] for position in already_held]
         if not planned:
             self._finish(job, held)
@@ -169,7 +169,7 @@ class BlockTransfers:
         return not self._claims
 
     def drop_claimed(self) -> None:
-        """End the stores that wait for an answer to a claim: they are dropped."""
+        """Drop the stores that wait for an answer to a claim."""
         for store in () if self._claims is None else self._claims.take_all():
             self._give_back(store)
             self._stats.stores_dropped += len(store.keys)
