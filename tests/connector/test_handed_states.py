@@ -262,6 +262,21 @@ class TestWhatIsNotTrusted:
         assert 77 in scheduler._tables.suspects
         assert 78 not in scheduler._tables.suspects
 
+    def test_all_that_is_computed_on_a_part_of_a_suspect_block_is_suspect(self) -> None:
+        """The engine copies a part of a cached block; the request goes on in the copy and in further blocks."""
+        scheduler, _ = hybrid()
+        scheduler._tables.suspects.filled([[60, 70]], 0)
+        request = prompt(34)
+        scheduler.get_num_new_matched_tokens(request, 4)
+        tables = (ids(9), [0, 91, *[0] * 5, 97, 98])
+        scheduler.update_state_after_alloc(request, FakeBlocks(tables), 0)
+        request.num_computed_tokens = 6
+        step = output({"r1": [(1, 97, 32)]}, [(60, 2), (70, 91)]).new(request, 28, *tables)
+        meta = scheduler.build_connector_meta(step)
+        assert (meta.reqs_to_store, meta.states_to_store) == ({}, {})
+        suspects = scheduler._tables.suspects
+        assert [block in suspects for block in [1, *ids(9)[1:], 91, 97, 98]] == [False] + [True] * 11
+
     def test_after_another_connectors_failed_load_all_is_suspect_and_every_store_fails(self) -> None:
         scheduler, manager = hybrid()
         request = prompt(34)

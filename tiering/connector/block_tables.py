@@ -162,13 +162,17 @@ class BlockTables(Generic[Tracked]):
             before = table if found is None else table[max(0, start - 1) : start]
             if any(block in self.suspects for block in before):
                 state.distrust(0)
-                tables = zip(self.groups, block_ids, strict=True)
-                self.suspects.filled([ids[(found or 0) // other.gpu_block_size :] for other, ids in tables], 0)
+                self._suspect_behind(block_ids, found or 0)
                 return
         self.suspects.filled(
             [block_ids[group.group_idx][(found or 0) // group.gpu_block_size :] for group in self._states],
             state.invalid_from,
         )
+
+    def _suspect_behind(self, block_ids: BlockIds, found: int) -> None:
+        """Mark the blocks that a request fills behind ``found`` tokens."""
+        tables = zip(self.groups, block_ids, strict=True)
+        self.suspects.filled([ids[found // group.gpu_block_size :] for group, ids in tables], found)
 
     def _places(self, tables: BlockIds) -> BlockIds:
         """Return those of a request's block tables whose blocks have fixed places."""
@@ -184,7 +188,9 @@ class BlockTables(Generic[Tracked]):
             self._distrust_others_loads(state, computed)
         if self.suspects and len(self.groups) > 1 and computed > state.filled_tokens:
             # The engine's cache of a hybrid model may copy a part of a cached block into a new block.
-            state.distrust(state.found_tokens or 0)
+            found = state.found_tokens or 0
+            state.distrust(found)
+            self._suspect_behind(block_ids, found)
         state.scheduled = True
         state.look_again()
 
