@@ -11,7 +11,7 @@ SHARP = 0.1
 """Initializer range. With the usual 0.02, the logits of so small a model hardly depend on its context."""
 
 
-def _write(directory: Path, kind: str, seed: int, **words: Any) -> Path:
+def _write(directory: Path, kind: str, seed: int, dtype: str = "float32", **words: Any) -> Path:
     """Write a model of the transformers family ``kind`` and return ``directory``."""
     import torch
     import transformers
@@ -25,11 +25,11 @@ def _write(directory: Path, kind: str, seed: int, **words: Any) -> Path:
         max_position_embeddings=2048,
         initializer_range=SHARP,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype=dtype,
         **words,
     )
     torch.manual_seed(seed)
-    getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(directory)
+    getattr(transformers, f"{kind}ForCausalLM")(config).to(getattr(torch, dtype)).save_pretrained(directory)
     return directory
 
 
@@ -253,4 +253,34 @@ def write_nemotron_h(directory: Path, seed: int = 0) -> Path:
         n_groups=1,
         ssm_state_size=16,
         chunk_size=32,
+    )
+
+
+def write_qwen3_next(directory: Path, seed: int = 0) -> Path:
+    """Write a Qwen3-Next in bfloat16, the only type of vLLM's CPU kernel of gated delta nets, and return ``directory``.
+
+    Its layers are three gated delta nets and full attention.
+    """
+    return _write(
+        directory,
+        "Qwen3Next",
+        seed,
+        dtype="bfloat16",
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        partial_rotary_factor=0.25,
     )

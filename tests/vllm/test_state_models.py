@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.models import STATE_BLOCK, write_falcon_h1, write_granite, write_nemotron_h
+from tests.vllm.models import STATE_BLOCK, write_falcon_h1, write_granite, write_nemotron_h, write_qwen3_next
 from tests.vllm.rig import answers_without_tiers, engine, prompt, wrong
 from tests.vllm.test_states import CPU, HELD, OPTIONS, PROMPTS, cached_tokens, plain_answers
 
@@ -48,4 +48,29 @@ def test_from_the_cpu_and_from_a_disk_after_a_restart(tmp_path: Path, write: Cal
         assert wrong(answers, plain) == []
         assert cached == [HELD] * 3
         assert loaded > 0
+        assert second.tier("local")["read_bytes"] > 0
+
+
+@pytest.mark.parametrize("mode", ["tiering", "simple"])
+def test_gated_delta_nets_one_prompt_at_a_time(tmp_path: Path, mode: str) -> None:
+    """In bfloat16, vLLM's answers depend on the prompts that are computed in the same step."""
+    model, held = write_qwen3_next(tmp_path / "model"), 128  # vLLM makes blocks as large as the state: 128 tokens
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with engine(model, None, **{**options, "enable_prefix_caching": False, "max_num_batched_tokens": 640}) as without:
+        plain = [without.ask([tokens])[0] for tokens in PROMPTS]
+    disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
+    stack = {**CPU, "mode": mode, **({"secondary": [disk]} if mode == "tiering" else {})}
+    with engine(model, stack, **options) as first:
+        assert wrong([first.ask([tokens])[0] for tokens in PROMPTS], plain) == []
+        first.evict()
+        answered, loaded = first.loaded(lambda: [cached_tokens(first, [tokens]) for tokens in PROMPTS])
+        assert wrong([answers[0] for answers, _ in answered], plain) == []
+        assert [cached for _, cached in answered] == [[held]] * 3
+        assert loaded > 0
+    if mode == "simple":
+        return
+    with engine(model, stack, **options) as second:
+        answered, loaded = second.loaded(lambda: [cached_tokens(second, [tokens]) for tokens in PROMPTS])
+        assert wrong([answers[0] for answers, _ in answered], plain) == []
+        assert [cached for _, cached in answered] == [[held]] * 3
         assert second.tier("local")["read_bytes"] > 0
