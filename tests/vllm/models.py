@@ -257,9 +257,9 @@ def write_nemotron_h(directory: Path, seed: int = 0) -> Path:
 
 
 def write_qwen3_next(directory: Path, seed: int = 0) -> Path:
-    """Write a Qwen3-Next in bfloat16, the only type of vLLM's CPU kernel of gated delta nets, and return ``directory``.
+    """Write a Qwen3-Next in bfloat16 and return ``directory``.
 
-    Its layers are three gated delta nets and full attention.
+    Its layers are three gated delta nets, whose CPU kernel in vLLM has no other type, and full attention.
     """
     return _write(
         directory,
