@@ -2,11 +2,11 @@
 
 A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its content. The workers report the
 identity of an adapter's files around each of their loads (:mod:`tiering.engines.vllm.adapter_loads`). Until they have,
-an adapter's requests use no tier.
+an adapter's requests load nothing.
 
-In the tiering mode the identity becomes part of the names of an adapter's blocks, so that all tiers may hold them. In
-the simple mode a name that has stood for two adapters uses no tier. Nothing here imports vLLM; its objects are read by
-attribute.
+In the tiering mode the identity becomes part of the names of an adapter's blocks, so that all tiers may hold them, and
+the first requests store what they have computed once the report has come. In the simple mode a name that has stood for
+two adapters uses no tier. Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
