@@ -23,12 +23,12 @@ from benchmarks.harness import Bench, Sample, ratio, timed
 from examples import mooncake_pool, valkey_server
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
 from tiering.medium.assembly import build_io_host
 from tiering.medium.block_store import BlockStore
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoJob, IoKind, IoResult
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiers.mooncake.client import PoolClient, register
 from tiers.mooncake.mooncake_options import MooncakeOptions
@@ -72,28 +72,20 @@ class Workload:
     def count(self) -> int:
         return len(self.rows) // 2
 
-    def job(self, kind: IoKind, prefix: str) -> None:
+    def job(self, load: bool, prefix: str) -> None:
         """Store all blocks, or load them, and wait for the end."""
         keys = [make_offload_key(at.to_bytes(32, "big"), 0) for at in range(self.count)]
-        first = 0 if kind is IoKind.STORE else self.count
-        self.host.submit(
-            IoJob(
-                next(self.numbers),
-                kind,
-                keys,
-                list(range(first, first + self.count)),
-                [object_name(prefix, key) for key in keys],
-                [BLOCK_BYTES] * self.count,
-                self.namespace.fingerprint,
-                0.0,
-            )
-        )
-        results: list[IoResult] = []
+        rows = np.arange(self.count) + (self.count if load else 0)
+        job = TransferJob(next(self.numbers), keys, rows, load, ReqContext("bench"))
+        job.move(keys, rows.tolist(), [object_name(prefix, key) for key in keys], [BLOCK_BYTES] * self.count)
+        job.fingerprint = self.namespace.fingerprint
+        self.host.submit(job)
+        results: list[TransferJob] = []
         while not results:
             self.host.wait(1.0)
             results = list(self.host.poll())
-        if not results[0].all_done:
-            raise RuntimeError(f"blocks failed: {results[0].outcomes[:1]}")
+        if job.moved_bytes < self.count * BLOCK_BYTES:
+            raise RuntimeError(f"blocks failed: {job.outcomes[:1]}")
 
     def put(self, send: Callable[[str], object]) -> Sample:
         prefix = f"put-{next(self.numbers)}/"
@@ -144,14 +136,14 @@ def measure(
     """Measure a tier beside its client alone."""
     puts = bench.compare(
         f"{name}: store",
-        {"tier": lambda: work.put(lambda prefix: work.job(IoKind.STORE, prefix)), alone: lambda: work.put(put)},
+        {"tier": lambda: work.put(lambda prefix: work.job(False, prefix)), alone: lambda: work.put(put)},
         unit="GB/s",
     )
-    work.job(IoKind.STORE, "get/")
+    work.job(False, "get/")
     put("alone/")
     gets = bench.compare(
         f"{name}: load",
-        {"tier": lambda: work.get(lambda: work.job(IoKind.LOAD, "get/")), alone: lambda: work.get(get)},
+        {"tier": lambda: work.get(lambda: work.job(True, "get/")), alone: lambda: work.get(get)},
         unit="GB/s",
     )
     places = [f"nothing/{at}" for at in range(16 if bench.quick else 256)]

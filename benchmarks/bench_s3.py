@@ -31,11 +31,12 @@ from examples import s3_server
 from scripts import ceph_rgw
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
 from tiering.medium.assembly import build_io_host
+from tiering.medium.block_store import Done
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoJob, IoKind, IoResult
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 
@@ -85,12 +86,14 @@ class Workload:
         context = TierContext("s3", memoryview(memory.data), (BLOCK_BYTES,), self.namespace)
         return store, build_io_host(store, options, context)
 
-    def job(self, kind: IoKind, prefix: str, first_row: int) -> IoJob:
+    def job(self, load: bool, prefix: str) -> TransferJob:
         keys = [make_offload_key(at.to_bytes(32, "big"), 0) for at in range(self.count)]
         places = [object_name(prefix, key) for key in keys]
-        rows = list(range(first_row, first_row + self.count))
-        sizes = [BLOCK_BYTES] * self.count
-        return IoJob(next(self.numbers), kind, keys, rows, places, sizes, self.namespace.fingerprint, 0.0)
+        rows = np.arange(self.count) + (self.count if load else 0)
+        job = TransferJob(next(self.numbers), keys, rows, load, ReqContext("bench"))
+        job.move(keys, rows.tolist(), places, [BLOCK_BYTES] * self.count)
+        job.fingerprint = self.namespace.fingerprint
+        return job
 
     def put(self, send: Callable[[str], object]) -> Sample:
         prefix = f"put/{next(self.numbers)}/"
@@ -133,21 +136,21 @@ def measure(bench: Bench, name: str, server: s3_server.S3Server) -> None:
         puts = bench.compare(
             f"{name}: put",
             {
-                "tier": lambda: work.put(lambda prefix: finish(host, work.job(IoKind.STORE, prefix, 0))),
+                "tier": lambda: work.put(lambda prefix: finish(host, work.job(False, prefix))),
                 "tier, check_existing: false": lambda: work.put(
-                    lambda prefix: finish(unasked, work.job(IoKind.STORE, prefix, 0))
+                    lambda prefix: finish(unasked, work.job(False, prefix))
                 ),
                 "obstore": lambda: work.put(lambda prefix: spread(work, put_obstore(work, prefix))),
                 "boto3": lambda: work.put(lambda prefix: spread(work, put_boto3(work, prefix))),
             },
             unit="GB/s",
         )
-        finish(host, work.job(IoKind.STORE, "get/", 0))
+        finish(host, work.job(False, "get/"))
         spread(work, put_obstore(work, "bare/"))
         gets = bench.compare(
             f"{name}: get",
             {
-                "tier": lambda: work.get(lambda: finish(host, work.job(IoKind.LOAD, "get/", work.count))),
+                "tier": lambda: work.get(lambda: finish(host, work.job(True, "get/"))),
                 "obstore": lambda: work.get(lambda: spread(work, get_obstore(work, "bare/"))),
                 "boto3": lambda: work.get(lambda: spread(work, get_boto3(work, "bare/"))),
             },
@@ -175,15 +178,15 @@ def cpu(stats: dict[str, Stats], client: str) -> float | str:
     return (stats[client].cpu or 0.0) if client in stats else "as above"
 
 
-def finish(host: IoHost, job: IoJob) -> None:
+def finish(host: IoHost, job: TransferJob) -> None:
     """Run one job to its end."""
     host.submit(job)
-    results: list[IoResult] = []
+    results: list[TransferJob] = []
     while not results:
         host.wait(1.0)
         results = list(host.poll())
-    failed = [outcome for outcome in results[0].outcomes if isinstance(outcome, Exception)]
-    if failed or not results[0].all_done:
+    failed = [outcome for outcome in job.outcomes if outcome is not Done.DONE]
+    if failed:
         raise RuntimeError(f"{len(failed)} blocks failed: {failed[:1]}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.vllm.rig import Engine, engine
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.medium.messages import IoKind, IoResult
+from tiering.secondary.contract import TransferJob
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 12, 768, 12, 4096
 BLOCK = 32
@@ -198,8 +198,8 @@ class Watch:
             submit(job)
 
         def ending(item: Any) -> None:
-            if isinstance(item, IoResult) and item.job.kind is IoKind.LOAD:
-                self._note(name, begun.pop(id(item.job)), time.perf_counter(), item.transfer_bytes)
+            if isinstance(item, TransferJob) and item.is_promotion:
+                self._note(name, begun.pop(id(item)), time.perf_counter(), item.moved_bytes)
             finish(item)
 
         io.submit, io._end = submitting, ending

@@ -38,7 +38,7 @@ from tiering.medium.block_store import (
     StoreTraits,
 )
 from tiering.medium.chore import Backoff, Chore
-from tiering.medium.messages import IoResult, IoTask
+from tiering.medium.messages import IoTask
 from tiering.secondary.contract import (
     JobResult,
     PrefixAnswer,
@@ -75,7 +75,6 @@ __all__ = [
     "Duration",
     "EpochState",
     "Finding",
-    "IoResult",
     "IoTask",
     "JobResult",
     "KnownNamespace",

@@ -12,8 +12,8 @@ from tiering.errors import StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoJob, IoResult, IoTask
-from tiering.secondary.contract import TierContext
+from tiering.medium.messages import IoTask
+from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock, until
 
@@ -88,17 +88,17 @@ class FakeIo:
         self.clock = clock
         self.breakers = Breakers.build(options, name="fake", clock=clock, jitter=lambda: 1.0)
         self.stats = IoStats()
-        self.jobs: list[IoJob] = []
+        self.jobs: list[TransferJob] = []
         self.tasks: list[IoTask] = []
         self.ran: list[IoTask] = []
         self.hold = False
         self.load_depth = self.store_depth = 8
         self.hanging_stores = 0
         self.busy_bytes = 16 * BLOCK_BYTES
-        self._ended: list[IoResult] = []
+        self._ended: list[TransferJob] = []
         self._done: list[tuple[IoTask, Any, BaseException | None]] = []
 
-    def submit(self, job: IoJob) -> None:
+    def submit(self, job: TransferJob) -> None:
         self.jobs.append(job)
 
     def start(self, deadline: float, *, lookups: bool) -> None:
@@ -108,11 +108,12 @@ class FakeIo:
         self.ran.append(task)
         self.tasks.append(task)
 
-    def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> IoJob:
+    def finish(self, job_id: int, outcomes: Sequence[Outcome] | None = None) -> TransferJob:
         """End a job with ``outcomes``; default: every block is done."""
         (job,) = [job for job in self.jobs if job.job_id == job_id]
         self.jobs.remove(job)
-        self._ended.append(IoResult(job, outcomes or [Done.DONE] * len(job.keys), sum(job.sizes), 0.5))
+        job.outcomes = list(outcomes or [Done.DONE] * len(job.moved))
+        self._ended.append(job)
         return job
 
     def finish_all(self) -> None:
@@ -129,7 +130,7 @@ class FakeIo:
             except StoreError as error:
                 self._done.append((task, None, error))
 
-    def poll(self) -> Sequence[IoResult]:
+    def poll(self) -> Sequence[TransferJob]:
         done, self._done = self._done, []
         for task, result, error in done:
             task.on_done(result, error)

@@ -76,7 +76,9 @@ class Rig:
 
     def job(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX, *, load: bool = False) -> TransferJob:
         self._job_id += 1
-        return TransferJob(self._job_id, keys, np.arange(len(keys)), load, ctx, self.clock())
+        now, rows = self.clock(), np.arange(len(keys))
+        deadline = self.tier.traits.deadline(now, load=load)
+        return TransferJob(self._job_id, keys, rows, load, ctx, now, deadline=deadline)
 
     def submit_store(self, keys: Sequence[OffloadKey], ctx: ReqContext = CTX) -> int:
         job = self.job(keys, ctx)

@@ -17,7 +17,6 @@ from tiering.block_tier.tier import BlockTier
 from tiering.errors import CorruptBlockError, DeviceError, OutOfSpaceError, OverdueError, TemporaryStoreError
 from tiering.index.slots import SlotIndex
 from tiering.medium.block_store import Done
-from tiering.medium.messages import IoKind
 from tiering.secondary.contract import JobResult, PrefixAnswer
 from tiering.testing.keys import keys_of
 
@@ -29,7 +28,7 @@ def test_a_stored_block_is_held_only_when_its_write_has_ended() -> None:
     job_id = rig.submit_store(K[:3])
     assert rig.tier.lookup_prefix(K[:3], CTX) == PrefixAnswer(0, False)
     rig.io.finish(job_id)
-    assert rig.finished() == [JobResult(job_id, True, None, 3 * BLOCK_BYTES, 0.5)]
+    assert rig.finished() == [JobResult(job_id, True)]
     assert rig.tier.lookup_prefix(K[:4], CTX) == PrefixAnswer(3, False)
     assert rig.tier.lookup(K[2], CTX) is True
     assert rig.tier.lookup(K[3], CTX) is False
@@ -50,10 +49,10 @@ def test_blocks_already_held_are_not_written_again_and_count_as_stored() -> None
     rig = Rig().opened()
     rig.store_blocks(K[:2])
     job_id = rig.submit_store(K[:3])
-    assert [list(job.keys) for job in rig.io.jobs] == [[K[2]]]
+    assert [list(job.moved) for job in rig.io.jobs] == [[K[2]]]
     assert list(rig.io.jobs[0].rows) == [2]
     rig.io.finish(job_id)
-    assert rig.finished() == [JobResult(job_id, True, None, BLOCK_BYTES, 0.5)]
+    assert rig.finished() == [JobResult(job_id, True)]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -81,9 +80,9 @@ def test_a_load_fills_rows_from_where_the_blocks_were_stored() -> None:
     rig.finished()
     job_id = rig.submit_load(K[:2])
     job = rig.io.finish(job_id)
-    assert (job.kind, list(job.keys), list(job.rows)) == (IoKind.LOAD, K[:2], [0, 1])
+    assert (job.is_promotion, list(job.moved), list(job.rows)) == (True, K[:2], [0, 1])
     assert job.deadline == job.submitted_at + rig.options.deadline
-    assert rig.finished() == [JobResult(job_id, True, None, 2 * BLOCK_BYTES, 0.5)]
+    assert rig.finished() == [JobResult(job_id, True)]
 
 
 def test_a_load_of_unknown_blocks_loads_the_known_ones() -> None:
@@ -157,7 +156,7 @@ def test_a_full_medium_evicts_what_was_used_least_recently() -> None:
 def test_blocks_for_which_there_is_no_room_are_declined() -> None:
     rig = Rig(slots=2).opened()
     job_id = rig.submit_store(K[:4])
-    assert list(rig.io.jobs[0].keys) == K[:2]
+    assert list(rig.io.jobs[0].moved) == K[:2]
     rig.io.finish(job_id)
     assert rig.finished()[0].successful_keys == K[:2]
     assert rig.tier.get_stats().stores_declined == 2

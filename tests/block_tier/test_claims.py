@@ -101,7 +101,8 @@ class Rig:
 
     def submit(self, keys: Sequence[OffloadKey]) -> int:
         self._jobs += 1
-        self.tier.submit_store(TransferJob(self._jobs, keys, np.arange(len(keys)), False, CTX, self.clock()))
+        now, rows = self.clock(), np.arange(len(keys))
+        self.tier.submit_store(TransferJob(self._jobs, keys, rows, False, CTX, now, deadline=now + 30))
         return self._jobs
 
     def finished(self) -> list[tuple[int, list[OffloadKey] | None]]:
@@ -145,7 +146,7 @@ def test_a_store_without_any_grant_ends_and_may_be_offered_again() -> None:
     rig.submit(K[:2])
     rig.fleet.claims[1].granted = [True, True]
     rig.finished()
-    assert [list(upload.keys) for upload in rig.io.jobs] == [K[:2]]
+    assert [list(upload.moved) for upload in rig.io.jobs] == [K[:2]]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["slow", "gone"])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from tests.medium.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.medium.io_fakes import LOAD, STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tiering.medium.block_store import BlockIO
-from tiering.medium.messages import IoKind
 from tiering.testing.clock import until
 from tiering.testing.faults import DictStore
 
@@ -28,15 +27,15 @@ class Gated(DictStore):
 def test_what_nobody_has_begun_ends_at_once_and_what_runs_when_it_ends() -> None:
     store, primary = Gated(), Primary(12)
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(1), job_id=1))
+        host.submit(make_job(primary, STORE, range(1), job_id=1))
         assert until(store.begun.is_set)
-        host.submit(make_job(primary, IoKind.STORE, range(4, 8), job_id=2))
-        host.submit(make_job(primary, IoKind.LOAD, range(8, 12), job_id=3))
+        host.submit(make_job(primary, STORE, range(4, 8), job_id=2))
+        host.submit(make_job(primary, LOAD, range(8, 12), job_id=3))
         assert host.poll() == []
         host.drop_waiting()
-        ended = {result.job.job_id: outcome_names(result.outcomes) for result in finish(host, 2)}
+        ended = {result.job_id: outcome_names(result.outcomes) for result in finish(host, 2)}
         assert ended == {2: ["TemporaryStoreError"] * 4, 3: ["TemporaryStoreError"] * 4}
         store.gate.set()
         (running,) = finish(host)
-        assert (running.job.job_id, running.all_done) == (1, True)
+        assert (running.job_id, all_done(running.outcomes)) == (1, True)
         assert len(store.frames) == 1

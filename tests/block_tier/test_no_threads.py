@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from tests.block_tier.fakes import FakeStore, make_namespace
-from tests.medium.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.medium.io_fakes import STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.epochs.opener import Opener
 from tiering.errors import TemporaryStoreError
-from tiering.medium.messages import IoKind, IoTask
+from tiering.medium.messages import IoTask
 from tiering.runtime.pool import RETRY_SECONDS
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
@@ -44,7 +44,7 @@ def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(
     with running_host(DictStore(), primary, clock=clock) as host:
         thread_limit.reach()
         for job_id in range(20):
-            host.submit(make_job(primary, IoKind.STORE, range(4), job_id=job_id))
+            host.submit(make_job(primary, STORE, range(4), job_id=job_id))
         host.run(IoTask("probe", lambda: 1, lambda result, error: failed.append(error)))
         assert [outcome_names(result.outcomes) for result in finish(host, 20)] == [["TemporaryStoreError"] * 4] * 20
         assert until(lambda: host.poll() or failed)
@@ -52,8 +52,8 @@ def test_jobs_and_tasks_without_any_thread_fail_at_once_and_later_ones_are_done(
         assert len(thread_limit.refused) == 1, "one attempt in so short a time, however many jobs there are"
         thread_limit.leave()
         clock.advance(RETRY_SECONDS)
-        host.submit(make_job(primary, IoKind.STORE, range(4)))
-        assert finish(host)[0].all_done
+        host.submit(make_job(primary, STORE, range(4)))
+        assert all_done(finish(host)[0].outcomes)
 
 
 def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: ThreadLimit) -> None:
@@ -68,7 +68,7 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
 
     with running_host(Gated(), primary, threads=4, clock=clock, release=gate.set) as host:
         thread_limit.reach("io-1", "io-2", "io-3")
-        host.submit(make_job(primary, IoKind.STORE, range(8)))
+        host.submit(make_job(primary, STORE, range(8)))
         assert until(lambda: Gated.waiting == 1 and bool(thread_limit.refused))
         assert host.poll() == []
         thread_limit.leave()
@@ -82,7 +82,7 @@ def test_threads_that_are_missing_are_started_when_they_can_be(thread_limit: Thr
 
         assert until(started)
         gate.set()
-        assert finish(host)[0].all_done
+        assert all_done(finish(host)[0].outcomes)
 
 
 def test_the_log_tells_of_the_limit_once(thread_limit: ThreadLimit, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.medium.io_fakes import Primary, finish, make_job, outcome_names, running_host
+from tests.medium.io_fakes import STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tests.thread_limit import HeldStarts
 from tiering.errors import PermanentStoreError
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoKind, IoTask
+from tiering.medium.messages import IoTask
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
 
@@ -42,14 +42,14 @@ def test_work_is_submitted_while_starts_are_held_up_and_is_done_later(held: Held
     primary, ran = Primary(8), list[str]()
     with running_host(DictStore(), primary, threads=4, release=held.release) as host:
         for job_id in range(3):
-            host.submit(make_job(primary, IoKind.STORE, range(4), job_id=job_id))
+            host.submit(make_job(primary, STORE, range(4), job_id=job_id))
         lookup = task(host, ran, "lookup", lookup=True)
         plain = task(host, ran, "plain")
         assert host.poll() == []
         assert until(lambda: sorted(held.held) == ["kv-t-io-0", "kv-t-lookup-0"])
         assert (held.own, ran, lookup, plain) == ([], [], [], [])
         held.release()
-        assert all(result.all_done for result in finish(host, 3))
+        assert all(all_done(result.outcomes) for result in finish(host, 3))
         assert end_by_polls(host, lookup, plain)
         assert (lookup, plain) == ([None], [None])
     assert sorted(ran) == ["lookup", "plain"]
@@ -61,7 +61,7 @@ def test_closing_while_starts_are_held_up_runs_nothing_and_leaves_nothing(
     primary, ran, clock = Primary(8), list[str](), FakeClock()
     store = DictStore()
     with running_host(store, primary, threads=4, clock=clock, release=held.release) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(4)))
+        host.submit(make_job(primary, STORE, range(4)))
         plain = task(host, ran, "plain")
         lookup = task(host, ran, "lookup", lookup=True)
         assert until(lambda: sorted(held.held) == ["kv-t-io-0", "kv-t-lookup-0"])

@@ -65,7 +65,7 @@ class Stack:
 
     def written(self) -> list[OffloadKey]:
         """Let the tier's stores succeed and return their keys."""
-        keys = [key for job in self.rig.io.jobs for key in job.keys]
+        keys = [key for job in self.rig.io.jobs for key in job.moved]
         self.rig.io.finish_all()
         self.step()
         return keys
@@ -134,7 +134,7 @@ def test_a_store_that_failed_is_offered_again_but_not_at_once(shared: bool) -> N
     for expected in ([K[1]], [], [K[1]]):
         stack.use(K[:3])
         jobs = list(stack.rig.io.jobs)
-        assert [key for job in jobs for key in job.keys] == expected
+        assert [key for job in jobs for key in job.moved] == expected
         for job in jobs:
             stack.rig.io.finish(job.job_id, [TemporaryStoreError("busy")])
         stack.step()

@@ -184,7 +184,7 @@ def test_a_manager_takes_a_tier_back_when_its_reset_could_be_completed() -> None
     manager.on_new_request(CTX)
     manager.prepare_store(K[:1], CTX)
     manager.complete_store(K[:1], CTX)
-    assert [list(job.keys) for job in rig.io.jobs] == [K[:1]]
+    assert [list(job.moved) for job in rig.io.jobs] == [K[:1]]
     rig.io.finish_all()
     manager.shutdown()
 

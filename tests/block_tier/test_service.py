@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 
 from tests.block_tier.fakes import FakeIo, FakeStore, make_namespace
+from tiering.api.request import ReqContext
 from tiering.block_tier.failures import FailureLog
 from tiering.block_tier.service import IN_USE_SECONDS, TierService
 from tiering.epochs.documents import EpochDocument, epoch_document
@@ -16,7 +18,7 @@ from tiering.epochs.state import Entered
 from tiering.errors import CorruptBlockError, DeviceError, InUseError, OverdueError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import Done, Outcome
 from tiering.medium.layers.breaker import BreakerOpenError
-from tiering.medium.messages import IoJob, IoKind
+from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
 
@@ -284,8 +286,10 @@ def test_an_epoch_admits_processes_of_its_revision_only(
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def job(job_id: int, kind: IoKind = IoKind.LOAD) -> IoJob:
-    return IoJob(job_id, kind, [], [], [], [], b"", 0.0)
+def job(job_id: int, outcomes: list[Outcome], *, load: bool = True) -> TransferJob:
+    ended = TransferJob(job_id, (), np.arange(0), load, ReqContext("r"))
+    ended.outcomes = outcomes
+    return ended
 
 
 def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +300,7 @@ def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptu
         DeviceError("bad sector"),
         TemporaryStoreError("x"),
     ]
-    log.note(job(41), outcomes)
+    log.note(job(41, outcomes))
     assert (log.corrupt_blocks, log.device_errors) == (1, 1)
     (line,) = caplog.messages
     assert line == "tier disk: 2 block(s) were not loaded, the last one (of job 41) because: x"
@@ -304,7 +308,7 @@ def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptu
 
 def test_failures_that_others_log_are_counted_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog("disk", FakeClock())
-    log.note(job(1), [CorruptBlockError("torn"), OverdueError("late"), BreakerOpenError("open"), Done.ABSENT])
+    log.note(job(1, [CorruptBlockError("torn"), OverdueError("late"), BreakerOpenError("open"), Done.ABSENT]))
     assert log.corrupt_blocks == 1
     assert caplog.messages == []
 
@@ -313,8 +317,8 @@ def test_one_line_in_a_while_stands_for_all_failures_since(caplog: pytest.LogCap
     clock = FakeClock()
     log = FailureLog("disk", clock)
     for number in range(3):
-        log.note(job(number, IoKind.STORE), [TemporaryStoreError(f"failure {number}")])
+        log.note(job(number, [TemporaryStoreError(f"failure {number}")], load=False))
     assert len(caplog.messages) == 1
     clock.advance(60.0)
-    log.note(job(3, IoKind.STORE), [TemporaryStoreError("failure 3")])
+    log.note(job(3, [TemporaryStoreError("failure 3")], load=False))
     assert caplog.messages[1] == "tier disk: 3 block(s) were not stored, the last one (of job 3) because: failure 3"

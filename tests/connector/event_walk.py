@@ -30,7 +30,6 @@ from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.medium.block_store import Done, Outcome, Place
-from tiering.medium.messages import IoKind
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BlockTierOptions
@@ -129,7 +128,8 @@ class LateIo(FakeIo):
         for job in list(self.jobs):
             if self._rng.random() < chance:
                 outcomes = [
-                    self._end(job.kind, *block, job.fingerprint) for block in zip(job.keys, job.places, strict=True)
+                    self._end(job.is_promotion, *block, job.fingerprint)
+                    for block in zip(job.moved, job.places, strict=True)
                 ]
                 self.finish(job.job_id, outcomes)
 
@@ -137,12 +137,12 @@ class LateIo(FakeIo):
         self.progress(0.7)
         return super().drain(deadline)
 
-    def _end(self, kind: IoKind, key: OffloadKey, place: Place, fingerprint: bytes) -> Outcome:
+    def _end(self, load: bool, key: OffloadKey, place: Place, fingerprint: bytes) -> Outcome:
         bad = self._rng.random()
         shared = isinstance(place, str)
         if bad < 0.05:
             return TemporaryStoreError("busy")
-        if kind is IoKind.STORE:
+        if not load:
             if shared:
                 self._media.bucket.held.add(place)
             else:

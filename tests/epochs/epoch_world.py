@@ -28,7 +28,6 @@ from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.medium.block_store import Done, Place, StoreProbe, StoreTraits
-from tiering.medium.messages import IoJob, IoKind
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BlockTierOptions
@@ -238,7 +237,7 @@ class Machine:
 
     def _job(self, key: OffloadKey, *, load: bool = False) -> TransferJob:
         self._jobs += 1
-        return TransferJob(self._jobs, [key], np.arange(1), load, CTX, self.clock())
+        return TransferJob(self._jobs, [key], np.arange(1), load, CTX, self.clock(), deadline=self.clock() + 30)
 
     def _end(self, job_id: int, success: bool) -> None:
         blocks = self.moved.pop(job_id, [])
@@ -275,14 +274,14 @@ class Machine:
         elif io.jobs:
             self._move(io, medium, pick.choice(io.jobs))
 
-    def _move(self, io: FakeIo, medium: Medium, job: IoJob) -> None:
+    def _move(self, io: FakeIo, medium: Medium, job: TransferJob) -> None:
         done = Done.ABSENT
-        if job.kind is IoKind.STORE and medium.up:
+        if not job.is_promotion and medium.up:
             medium.blocks[job.places[0]] = (job.fingerprint, self.moved[job.job_id][0])
             done = Done.DONE
         elif medium.up:
             found = medium.blocks.get(job.places[0])
-            if found is not None and found[0] == job.fingerprint and found[1].key == job.keys[0]:
+            if found is not None and found[0] == job.fingerprint and found[1].key == job.moved[0]:
                 self.moved[job.job_id] = [found[1]]
                 done = Done.DONE
         io.finish(job.job_id, [done])

@@ -7,7 +7,6 @@ import pytest
 from tests.block_tier.rig import Rig
 from tiering.block_tier import tier as block_tier
 from tiering.manager.jobs import COUNTS_OVERDUE
-from tiering.medium.messages import IoKind
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -93,7 +92,7 @@ def test_a_late_load_from_a_disk_delivers_the_parts_that_have_arrived(monkeypatc
     rig.clock.advance(medium.clock() - rig.clock())
     assert rig.manager.match_prefix(K, rig.ctx) == (12, True)
     rig.step()
-    head, middle, _ = [job.job_id for job in medium.io.jobs if job.kind is IoKind.LOAD]
+    head, middle, _ = [job.job_id for job in medium.io.jobs if job.is_promotion]
     medium.io.finish(middle)
     medium.io.finish(head)
     rig.clock.advance(5)

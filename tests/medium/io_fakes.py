@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.namespace import Namespace
+from tiering.api.request import ReqContext
 from tiering.medium.assembly import build_io_host
-from tiering.medium.block_store import BlockIO, BlockStore, Outcome, Place
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoJob, IoKind, IoResult
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions, BreakerOptions, CompressionOptions, RetryOptions
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.keys import key_of
 
 PAGE = mmap.PAGESIZE
+LOAD, STORE = True, False
 NAMESPACE = Namespace("tests")
 
 
@@ -46,7 +47,7 @@ class Primary:
 
 def make_job(
     primary: Primary,
-    kind: IoKind,
+    load: bool,
     numbers: Sequence[int],
     *,
     rows: Sequence[int] | None = None,
@@ -54,24 +55,18 @@ def make_job(
     job_id: int = 0,
     deadline: float = float("inf"),
     fingerprint: bytes = NAMESPACE.fingerprint,
-) -> IoJob:
+) -> TransferJob:
     """Return a job on blocks ``numbers``; by default their rows and slots have the same numbers."""
-    return IoJob(
-        job_id,
-        kind,
-        [key_of(number) for number in numbers],
-        list(numbers if rows is None else rows),
-        list(numbers if places is None else places),
-        [primary.size] * len(numbers),
-        fingerprint,
-        0.0,
-        deadline,
-    )
+    keys, at = [key_of(number) for number in numbers], list(numbers if rows is None else rows)
+    job = TransferJob(job_id, keys, np.array(at, np.int64), load, ReqContext("r"), deadline=deadline)
+    job.move(keys, at, list(numbers if places is None else places), [primary.size] * len(numbers))
+    job.fingerprint = fingerprint
+    return job
 
 
-def finish(host: IoHost, jobs: int = 1) -> list[IoResult]:
+def finish(host: IoHost, jobs: int = 1) -> list[TransferJob]:
     """Return the results of the next ``jobs`` jobs."""
-    results: list[IoResult] = []
+    results: list[TransferJob] = []
 
     def arrived() -> bool:
         results.extend(host.poll())
@@ -119,6 +114,10 @@ def running_host(
 def outcome_names(outcomes: Sequence[Outcome]) -> list[str]:
     """Return outcomes as words, for comparison."""
     return [type(outcome).__name__ if isinstance(outcome, Exception) else outcome.name for outcome in outcomes]
+
+
+def all_done(outcomes: Sequence[Outcome]) -> bool:
+    return all(outcome is Done.DONE for outcome in outcomes)
 
 
 def make_blocks(count: int, size: int = 64, deadline: float = float("inf")) -> list[BlockIO]:

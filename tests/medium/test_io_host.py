@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.medium.io_fakes import PAGE, Primary, finish, make_job, outcome_names, running_host
+from tests.medium.io_fakes import LOAD, PAGE, STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
 from tiering.medium import assembly
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.medium.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, TASK_THREADS, IoHost
 from tiering.medium.layers.breaker import BreakerState
-from tiering.medium.messages import IoKind, IoTask
+from tiering.medium.messages import IoTask
 from tiering.runtime.depth import AUTO_DEPTH
 from tiering.testing.chaos import ChaosPlan, Fault
 from tiering.testing.clock import FakeClock, until
@@ -48,10 +48,6 @@ class GatedStore(DictStore):
             self.waiting -= 1
 
 
-def all_done(outcomes: Sequence[Outcome]) -> bool:
-    return all(outcome is Done.DONE for outcome in outcomes)
-
-
 def places_of(store: DictStore, operation: str) -> list[tuple[object, ...]]:
     return [places for name, places in store.calls if name == operation]
 
@@ -72,34 +68,34 @@ def test_stored_blocks_are_loaded_into_other_rows() -> None:
     primary, store = Primary(16), DictStore()
     blocks = [primary.block(row) for row in range(8)]
     with running_host(store, primary) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(8)))
+        host.submit(make_job(primary, STORE, range(8)))
         (stored,) = finish(host)
-        host.submit(make_job(primary, IoKind.LOAD, range(8), rows=range(8, 16)))
+        host.submit(make_job(primary, LOAD, range(8), rows=range(8, 16)))
         (loaded,) = finish(host)
-    assert stored.all_done
-    assert loaded.all_done
-    assert loaded.transfer_bytes == 8 * primary.size
+    assert all_done(stored.outcomes)
+    assert all_done(loaded.outcomes)
+    assert loaded.moved_bytes == 8 * primary.size
     assert [primary.block(row) for row in range(8, 16)] == blocks
 
 
 def test_outcomes_are_per_block_and_co_indexed_with_the_keys() -> None:
     primary, store = Primary(8), DictStore()
     with running_host(store, primary) as host:
-        host.submit(make_job(primary, IoKind.STORE, [5, 1, 3]))
+        host.submit(make_job(primary, STORE, [5, 1, 3]))
         finish(host)
         store.frames[3][150] ^= 1
-        host.submit(make_job(primary, IoKind.LOAD, [7, 5, 3, 1]))
+        host.submit(make_job(primary, LOAD, [7, 5, 3, 1]))
         (result,) = finish(host)
     assert outcome_names(result.outcomes) == ["ABSENT", "DONE", "FrameError", "DONE"]
-    assert result.transfer_bytes == 2 * primary.size
+    assert result.moved_bytes == 2 * primary.size
 
 
 def test_a_job_without_blocks_is_reported() -> None:
     primary = Primary(1)
     with running_host(DictStore(), primary) as host:
-        host.submit(make_job(primary, IoKind.LOAD, []))
+        host.submit(make_job(primary, LOAD, []))
         (result,) = host.poll()
-    assert (result.outcomes, result.transfer_bytes) == ([], 0)
+    assert (result.outcomes, result.moved_bytes) == ([], 0)
 
 
 # ----------------------------------------------------------------------------------------------- spreading and ordering
@@ -108,7 +104,7 @@ def test_a_job_without_blocks_is_reported() -> None:
 def test_one_job_is_spread_over_all_threads() -> None:
     primary, store = Primary(64), GatedStore()
     with running_host(store, primary, threads=4, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(64)))
+        host.submit(make_job(primary, STORE, range(64)))
         assert until(lambda: store.waiting == 4)
         store.gate.set()
         (result,) = finish(host)
@@ -120,10 +116,10 @@ def test_jobs_are_cut_less_while_others_wait() -> None:
     primary, store = Primary(64), GatedStore()
     with running_host(store, primary, threads=4, release=store.gate.set) as host:
         host.lanes.stores.finder.depth = 1
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert until(lambda: store.waiting == 1)
         for job_id in range(1, 6):
-            host.submit(make_job(primary, IoKind.STORE, range(8 * job_id, 8 * job_id + 8), job_id=job_id))
+            host.submit(make_job(primary, STORE, range(8 * job_id, 8 * job_id + 8), job_id=job_id))
         host.lanes.stores.finder.depth = 4
         store.gate.set()
         finish(host, 6)
@@ -135,7 +131,7 @@ def test_jobs_are_cut_less_while_others_wait() -> None:
 def test_a_burst_of_jobs_wakes_one_thread_which_wakes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, store = Primary(8), GatedStore()
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert until(lambda: store.waiting == 1)
         woken: list[object] = []
         run = host._threads.run
@@ -147,7 +143,7 @@ def test_a_burst_of_jobs_wakes_one_thread_which_wakes_the_next(monkeypatch: pyte
         monkeypatch.setattr(host._threads, "run", noted)
         host.lanes.stores.finder.depth = 2
         for job_id in range(1, 8):
-            host.submit(make_job(primary, IoKind.STORE, [job_id], job_id=job_id))
+            host.submit(make_job(primary, STORE, [job_id], job_id=job_id))
         assert until(lambda: store.waiting == 2)
         assert len(woken) <= 2
         store.gate.set()
@@ -159,10 +155,10 @@ def test_a_direction_runs_no_more_units_than_its_depth() -> None:
     with running_host(store, primary, threads="auto", release=store.gate.set) as host:
         assert (host.load_depth, host.store_depth) == (AUTO_DEPTH.start, AUTO_DEPTH.start)
         host.lanes.stores.finder.depth = 3
-        host.submit(make_job(primary, IoKind.STORE, range(32)))
-        host.submit(make_job(primary, IoKind.STORE, range(32), job_id=1))
+        host.submit(make_job(primary, STORE, range(32)))
+        host.submit(make_job(primary, STORE, range(32), job_id=1))
         assert until(lambda: store.waiting == 3)
-        host.submit(make_job(primary, IoKind.LOAD, range(32), rows=range(32, 64), job_id=2))
+        host.submit(make_job(primary, LOAD, range(32), rows=range(32, 64), job_id=2))
         assert until(lambda: store.waiting == AUTO_DEPTH.start)
         assert len(host.lanes.stores.running) == 3
         host.lanes.loads.finder.depth = 12
@@ -173,8 +169,8 @@ def test_a_direction_runs_no_more_units_than_its_depth() -> None:
 def test_a_greater_depth_uses_the_threads_that_it_needs() -> None:
     primary, store = Primary(64), GatedStore()
     with running_host(store, primary, threads="auto", release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(64)))
-        host.submit(make_job(primary, IoKind.STORE, range(64), job_id=1))
+        host.submit(make_job(primary, STORE, range(64)))
+        host.submit(make_job(primary, STORE, range(64), job_id=1))
         assert until(lambda: store.waiting == AUTO_DEPTH.start)
         host.lanes.stores.finder.depth = 14
         assert host.poll() == []
@@ -190,7 +186,7 @@ def test_a_thread_that_cannot_be_started_makes_the_depth_smaller(thread_limit: T
         host.start(0.0, lookups=False)
         assert until(lambda: host._threads.shortage is not None)
         assert host.poll() == []
-        host.submit(make_job(primary, IoKind.STORE, range(8)))
+        host.submit(make_job(primary, STORE, range(8)))
         assert until(lambda: store.waiting == host.lanes.startable == 3)
         store.gate.set()
         assert all_done(finish(host)[0].outcomes)
@@ -201,7 +197,7 @@ def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     primary, store = Primary(40), DictStore()
     monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 4 * primary.size)
     with running_host(store, primary, threads=2) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(40)))
+        host.submit(make_job(primary, STORE, range(40)))
         finish(host)
     assert {len(places) for places in places_of(store, "put")} == {4}
     assert {place for places in places_of(store, "put") for place in places} == set(range(40))
@@ -211,7 +207,7 @@ def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(size: int, least: int) -> None:
     primary, store = Primary(16, size), DictStore()
     with running_host(store, primary, threads=16, single_units=False) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(16)))
+        host.submit(make_job(primary, STORE, range(16)))
         finish(host)
     assert {len(places) for places in places_of(store, "put")} == {least}
 
@@ -234,7 +230,7 @@ def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(mo
     primary, store = Primary(6), DictStore()
     monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 3 * primary.size)
     with running_host(store, primary, threads=1) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(6), places=[12, 10, 11, 2, 0, 1]))
+        host.submit(make_job(primary, STORE, range(6), places=[12, 10, 11, 2, 0, 1]))
         finish(host)
     assert places_of(store, "put") == [(10, 11, 12), (0, 1, 2)]
 
@@ -242,7 +238,7 @@ def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(mo
 def test_names_keep_the_order_of_the_prefix() -> None:
     primary, store = Primary(3), DictStore()
     with running_host(store, primary, threads=1) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(3), places=["c", "a", "b"]))
+        host.submit(make_job(primary, STORE, range(3), places=["c", "a", "b"]))
         finish(host)
     assert places_of(store, "put") == [("c", "a", "b")]
 
@@ -250,20 +246,20 @@ def test_names_keep_the_order_of_the_prefix() -> None:
 def test_loads_go_before_stores_that_came_earlier() -> None:
     primary, store = Primary(8), GatedStore()
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert until(lambda: store.waiting == 1)
-        host.submit(make_job(primary, IoKind.STORE, [1], job_id=1))
-        host.submit(make_job(primary, IoKind.LOAD, [2], job_id=2))
+        host.submit(make_job(primary, STORE, [1], job_id=1))
+        host.submit(make_job(primary, LOAD, [2], job_id=2))
         store.gate.set()
         results = finish(host, 3)
-    assert [result.job.job_id for result in results] == [0, 2, 1]
+    assert [result.job_id for result in results] == [0, 2, 1]
 
 
 def test_tasks_do_not_wait_for_jobs() -> None:
     primary, store = Primary(4), GatedStore()
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
         for job_id in range(3):
-            host.submit(make_job(primary, IoKind.STORE, [job_id], job_id=job_id))
+            host.submit(make_job(primary, STORE, [job_id], job_id=job_id))
         assert until(lambda: store.waiting == 1)
         seen = run_task(host, lambda: store.waiting)
         assert until(lambda: host.poll() or seen)
@@ -276,11 +272,11 @@ def test_a_thread_that_hangs_does_not_stop_the_others() -> None:
     primary, store = Primary(8), FaultyStore()
     store.inject(Fault.HANG, gets=1)
     with running_host(store, primary, threads=2, release=store.release) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [0]))
+        host.submit(make_job(primary, LOAD, [0]))
         assert until(lambda: store.hanging)
-        host.submit(make_job(primary, IoKind.STORE, range(1, 8), job_id=1))
+        host.submit(make_job(primary, STORE, range(1, 8), job_id=1))
         (result,) = finish(host)
-        assert result.job.job_id == 1
+        assert result.job_id == 1
         assert host.in_flight == 1
 
 
@@ -303,15 +299,15 @@ def test_every_job_is_reported_once_whatever_the_medium_does(seed: int) -> None:
     blocks = [primary.block(row) for row in range(32)]
     with running_host(store, primary, threads=4, attempts=2, failures=1000) as host:
         for job_id in range(40):
-            kind = IoKind.STORE if job_id % 2 == 0 else IoKind.LOAD
+            kind = STORE if job_id % 2 == 0 else LOAD
             offset = 8 * (job_id // 2 % 4)
             numbers = range(offset, offset + 8)
-            rows = numbers if kind is IoKind.STORE else range(32 + offset, 40 + offset)
+            rows = numbers if kind is STORE else range(32 + offset, 40 + offset)
             host.submit(make_job(primary, kind, numbers, rows=rows, job_id=job_id))
             (result,) = finish(host)
-            assert result.job.job_id == job_id
+            assert result.job_id == job_id
             assert len(result.outcomes) == 8
-            if kind is IoKind.LOAD:
+            if kind is LOAD:
                 for row, number, outcome in zip(rows, numbers, result.outcomes, strict=True):
                     assert outcome is not Done.DONE or primary.block(row) == blocks[number], f"seed {seed}"
         assert host.in_flight == 0
@@ -326,7 +322,7 @@ def test_an_exception_of_a_store_fails_its_blocks_and_the_thread_lives(caplog: p
     primary = Primary(4)
     with caplog.at_level(logging.ERROR, "kv_tiering.io"), running_host(_Broken(), primary, threads=1) as host:
         for job_id in range(2):
-            host.submit(make_job(primary, IoKind.STORE, range(4), job_id=job_id))
+            host.submit(make_job(primary, STORE, range(4), job_id=job_id))
             (result,) = finish(host)
             assert outcome_names(result.outcomes) == ["PermanentStoreError"] * 4
             assert str(result.outcomes[0]) == "ZeroDivisionError: a bug"
@@ -340,16 +336,16 @@ def test_a_store_that_answers_for_too_few_blocks_fails_them_all() -> None:
 
     primary = Primary(4)
     with running_host(_Short(), primary, threads=1) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(4)))
+        host.submit(make_job(primary, STORE, range(4)))
         assert outcome_names(finish(host)[0].outcomes) == ["PermanentStoreError"] * 4
 
 
 def test_a_malformed_job_is_reported_as_failed() -> None:
     primary = Primary(4)
     with running_host(DictStore(), primary, threads=1) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [1, 2], rows=[0, 99]))
-        host.submit(make_job(primary, IoKind.LOAD, [1, 2], rows=[0], job_id=1))
-        host.submit(make_job(primary, IoKind.LOAD, [1, 2], places=[0], job_id=2))
+        host.submit(make_job(primary, LOAD, [1, 2], rows=[0, 99]))
+        host.submit(make_job(primary, LOAD, [1, 2], rows=[0], job_id=1))
+        host.submit(make_job(primary, LOAD, [1, 2], places=[0], job_id=2))
         results = finish(host, 3)
     assert all(outcome_names(result.outcomes) == ["PermanentStoreError"] * 2 for result in results)
 
@@ -360,42 +356,42 @@ def test_a_malformed_job_is_reported_as_failed() -> None:
 def test_an_overdue_job_ends_although_every_thread_hangs() -> None:
     clock, primary, store = FakeClock(), Primary(4), GatedStore()
     with running_host(store, primary, threads=1, clock=clock, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [0]))
+        host.submit(make_job(primary, LOAD, [0]))
         assert until(lambda: store.waiting == 1)
-        host.submit(make_job(primary, IoKind.LOAD, [1, 2], job_id=1, deadline=clock() + 5))
-        host.submit(make_job(primary, IoKind.STORE, [3], job_id=2, deadline=clock() + 9))
+        host.submit(make_job(primary, LOAD, [1, 2], job_id=1, deadline=clock() + 5))
+        host.submit(make_job(primary, STORE, [3], job_id=2, deadline=clock() + 9))
         assert host.poll() == []
         clock.advance(5)
         (result,) = host.poll()
-        assert result.job.job_id == 1
+        assert result.job_id == 1
         assert outcome_names(result.outcomes) == ["OverdueError"] * 2
         assert host.in_flight == 2
         store.gate.set()
-        assert sorted(result.job.job_id for result in finish(host, 2)) == [0, 2]
+        assert sorted(result.job_id for result in finish(host, 2)) == [0, 2]
 
 
 def test_other_threads_go_on_while_some_hang_beyond_their_deadline() -> None:
     clock, primary, store = FakeClock(), Primary(4), FaultyStore()
     store.inject(Fault.HANG, gets=2)
     with running_host(store, primary, threads=2, clock=clock, release=store.release) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [0, 1], deadline=clock() + 5))
+        host.submit(make_job(primary, LOAD, [0, 1], deadline=clock() + 5))
         assert until(lambda: store.hanging == 2)
-        host.submit(make_job(primary, IoKind.STORE, [2, 3], job_id=1))
+        host.submit(make_job(primary, STORE, [2, 3], job_id=1))
         assert host.poll() == []
         clock.advance(5)
         (result,) = finish(host)
-        assert result.job.job_id == 1
+        assert result.job_id == 1
         store.release()
         assert outcome_names(finish(host)[0].outcomes) == ["ABSENT", "ABSENT"]
-        host.submit(make_job(primary, IoKind.STORE, range(4), job_id=2))
-        host.submit(make_job(primary, IoKind.STORE, range(4), job_id=3))
+        host.submit(make_job(primary, STORE, range(4), job_id=2))
+        host.submit(make_job(primary, STORE, range(4), job_id=3))
         finish(host, 2)
 
 
 def test_a_job_under_way_is_not_reported_at_its_deadline_but_at_its_end() -> None:
     clock, primary, store = FakeClock(), Primary(1), GatedStore()
     with running_host(store, primary, clock=clock, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0], deadline=clock() + 5))
+        host.submit(make_job(primary, STORE, [0], deadline=clock() + 5))
         assert until(lambda: store.waiting == 1)
         clock.advance(10)
         assert host.poll() == []
@@ -407,7 +403,7 @@ def test_temporary_errors_are_retried_inside_the_job() -> None:
     primary, store = Primary(4), FaultyStore()
     store.inject(Fault.TEMPORARY, puts=6)
     with running_host(store, primary, threads=1, attempts=3) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(4)))
+        host.submit(make_job(primary, STORE, range(4)))
         assert all_done(finish(host)[0].outcomes)
     assert host.stats.retries == 6
 
@@ -417,14 +413,14 @@ def test_the_breaker_opens_fails_everything_at_once_and_closes_after_a_probe() -
     store.inject(Fault.PERMANENT, puts=3)
     with running_host(store, primary, threads=1, clock=clock, failures=3) as host:
         for job_id in range(3):
-            host.submit(make_job(primary, IoKind.STORE, [0], job_id=job_id))
+            host.submit(make_job(primary, STORE, [0], job_id=job_id))
             finish(host)
         assert host.breakers.writes.state is BreakerState.OPEN
-        host.submit(make_job(primary, IoKind.STORE, [1, 2]))
+        host.submit(make_job(primary, STORE, [1, 2]))
         assert outcome_names(finish(host)[0].outcomes) == ["BreakerOpenError"] * 2
         assert sum(store.injected.values()) == 3
         clock.advance(1.0)
-        host.submit(make_job(primary, IoKind.STORE, [3]))
+        host.submit(make_job(primary, STORE, [3]))
         assert all_done(finish(host)[0].outcomes)
         assert host.breakers.state is BreakerState.CLOSED
 
@@ -432,9 +428,9 @@ def test_the_breaker_opens_fails_everything_at_once_and_closes_after_a_probe() -
 def test_jobs_that_wait_fail_when_the_breaker_is_tripped_although_every_thread_hangs() -> None:
     primary, store = Primary(4), GatedStore()
     with running_host(store, primary, threads=1, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [0]))
+        host.submit(make_job(primary, LOAD, [0]))
         assert until(lambda: store.waiting == 1)
-        host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=1))
+        host.submit(make_job(primary, STORE, [1, 2], job_id=1))
         host.breakers.trip("too many rows are held")
         (result,) = host.poll()
         assert outcome_names(result.outcomes) == ["BreakerOpenError"] * 2
@@ -480,7 +476,7 @@ def test_a_callback_that_raises_is_logged_and_costs_no_result(caplog: pytest.Log
     primary = Primary(1)
     with caplog.at_level(logging.ERROR, "kv_tiering.io"), running_host(DictStore(), primary) as host:
         host.run(IoTask("task", lambda: None, fails))
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert len(finish(host)) == 1
         assert until(lambda: host.poll() or caplog.records)
 
@@ -490,7 +486,7 @@ def test_a_task_delays_no_job() -> None:
     primary = Primary(1)
     with running_host(DictStore(), primary, threads=1, release=gate.set) as host:
         seen = run_task(host, gate.wait)
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert all_done(finish(host)[0].outcomes)
         assert seen == []
 
@@ -502,7 +498,7 @@ def test_waiting_ends_when_something_can_be_polled() -> None:
     primary = Primary(1)
     with running_host(DictStore(), primary) as host:
         assert not host.wait(0)
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert host.wait(10)
         assert len(host.poll()) == 1
         assert not host.wait(0)
@@ -513,7 +509,7 @@ def test_draining_waits_for_jobs_and_leaves_their_results_to_poll() -> None:
     clock = FakeClock()
     with running_host(store, primary, clock=clock, release=store.gate.set) as host:
         assert host.drain(clock())
-        host.submit(make_job(primary, IoKind.STORE, range(4)))
+        host.submit(make_job(primary, STORE, range(4)))
         assert not host.drain(clock() + 0.05)
         store.gate.set()
         assert host.drain(clock() + 10)
@@ -524,9 +520,9 @@ def test_draining_waits_for_jobs_and_leaves_their_results_to_poll() -> None:
 def test_closing_ends_every_thread_and_fails_what_was_not_begun() -> None:
     primary, store, clock = Primary(4), GatedStore(), FakeClock()
     with running_host(store, primary, threads=1, clock=clock, release=store.gate.set) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert until(lambda: store.waiting == 1)
-        host.submit(make_job(primary, IoKind.STORE, [1, 2], job_id=1))
+        host.submit(make_job(primary, STORE, [1, 2], job_id=1))
         assert not host.close(clock())
         (dropped,) = host.poll()
         assert outcome_names(dropped.outcomes) == ["TemporaryStoreError"] * 2
@@ -542,7 +538,7 @@ def test_closing_says_false_while_a_thread_hangs_and_true_once_it_is_released() 
     primary, store, clock = Primary(2), FaultyStore(), FakeClock()
     store.inject(Fault.HANG, gets=1)
     with running_host(store, primary, clock=clock, release=store.release) as host:
-        host.submit(make_job(primary, IoKind.LOAD, [0]))
+        host.submit(make_job(primary, LOAD, [0]))
         assert until(lambda: store.hanging)
         assert not host.close(clock() + 0.05)
         store.release()
@@ -577,7 +573,7 @@ def test_a_retry_does_not_keep_a_tier_from_closing() -> None:
 
         retry._sleep = sleep  # type: ignore[attr-defined]
         store.inject(Fault.TEMPORARY, puts=4)
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         assert waits.wait(10)
         assert host.close(clock() + 10)
         assert outcome_names(host.poll()[0].outcomes) == ["TemporaryStoreError"]
@@ -587,7 +583,7 @@ def test_what_comes_after_closing_is_reported_as_failed() -> None:
     primary, clock = Primary(1), FakeClock()
     with running_host(DictStore(), primary, clock=clock) as host:
         assert host.close(clock() + 10)
-        host.submit(make_job(primary, IoKind.STORE, [0]))
+        host.submit(make_job(primary, STORE, [0]))
         seen = run_task(host, lambda: None)
         (result,) = host.poll()
     assert outcome_names(result.outcomes) == ["PermanentStoreError"]
@@ -606,7 +602,7 @@ def test_the_clock_of_the_context_is_used_unless_another_is_given() -> None:
     clock = FakeClock(5.0)
     primary = Primary(1)
     with running_host(DictStore(), primary, clock=clock) as host:
-        host.submit(make_job(primary, IoKind.STORE, [0], deadline=5.0))
+        host.submit(make_job(primary, STORE, [0], deadline=5.0))
         assert outcome_names(finish(host)[0].outcomes) == ["OverdueError"]
 
 
@@ -631,8 +627,8 @@ def polled(host: IoHost, ended: Sequence[object], count: int = 1) -> bool:
 def test_lookups_do_not_wait_for_jobs_that_occupy_all_threads() -> None:
     primary, store = Primary(8), GatedStore()
     with running_host(store, primary, threads=2) as host:
-        host.submit(make_job(primary, IoKind.STORE, range(2)))
-        host.submit(make_job(primary, IoKind.STORE, range(2, 4)))
+        host.submit(make_job(primary, STORE, range(2)))
+        host.submit(make_job(primary, STORE, range(2, 4)))
         assert until(lambda: store.waiting == 2)
         assert polled(host, lookup(host, lambda: None))
         store.gate.set()
@@ -643,9 +639,9 @@ def test_jobs_do_not_wait_for_lookups_that_hang() -> None:
     primary, gate = Primary(8), threading.Event()
     with running_host(DictStore(), primary, threads=1) as host:
         ended = [lookup(host, gate.wait) for _ in range(LOOKUP_THREADS + 3)]
-        host.submit(make_job(primary, IoKind.STORE, range(2)))
+        host.submit(make_job(primary, STORE, range(2)))
         (stored,) = finish(host)
-        assert stored.all_done
+        assert all_done(stored.outcomes)
         assert not any(ended)
         gate.set()
         assert all(polled(host, one) for one in ended)

@@ -16,7 +16,6 @@ from tiering.errors import (
 )
 from tiering.medium.block_store import BlockIO, Done, Outcome, Place, StoreProbe
 from tiering.medium.layers.breaker import LOG_PERIOD, Breaker, BreakerLayer, Breakers, BreakerState
-from tiering.medium.messages import IoKind
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.chaos import Fault
 from tiering.testing.clock import FakeClock
@@ -161,8 +160,8 @@ def test_reads_and_writes_have_health_of_their_own() -> None:
     assert outcome_names(layer.put(make_blocks(1))) == ["BreakerOpenError"]
     assert outcome_names(layer.get(make_blocks(1))) == ["ABSENT"]
     assert (breakers.state, breakers.opened) == (BreakerState.OPEN, 1)
-    assert breakers.allows(IoKind.LOAD)
-    assert not breakers.allows(IoKind.STORE)
+    assert breakers.allows(load=True)
+    assert not breakers.allows(load=False)
 
 
 @pytest.mark.parametrize("error", [OutOfSpaceError("full"), ReadOnlyError("read-only")])

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.medium.io_fakes import NAMESPACE, PAGE, Primary, make_job, outcome_names
+from tests.medium.io_fakes import LOAD, NAMESPACE, PAGE, STORE, Primary, make_job, outcome_names
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done
 from tiering.medium.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoKind
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.chaos import Fault
@@ -50,7 +49,7 @@ def pipeline_of(
 
 
 def store_all(pipeline: Pipeline, primary: Primary, count: int) -> None:
-    job = make_job(primary, IoKind.STORE, range(count))
+    job = make_job(primary, STORE, range(count))
     assert pipeline.run(job, range(count)) == [Done.DONE] * count
 
 
@@ -58,7 +57,7 @@ def load_refusals(
     pipeline: Pipeline, primary: Primary, count: int, fingerprint: bytes = NAMESPACE.fingerprint
 ) -> list[object]:
     """Return for each block the reason of its refusal, or its other outcome."""
-    job = make_job(primary, IoKind.LOAD, range(count), fingerprint=fingerprint)
+    job = make_job(primary, LOAD, range(count), fingerprint=fingerprint)
     return [
         outcome.reason if isinstance(outcome, FrameError) else outcome for outcome in pipeline.run(job, range(count))
     ]
@@ -71,7 +70,7 @@ def test_blocks_come_back_as_they_were(medium: DictStore, size: int) -> None:
     pipeline = pipeline_of(medium, primary)
     blocks = [primary.block(row) for row in range(4)]
     store_all(pipeline, primary, 4)
-    job = make_job(primary, IoKind.LOAD, range(4), rows=range(4, 8))
+    job = make_job(primary, LOAD, range(4), rows=range(4, 8))
     assert pipeline.run(job, [3, 1, 2, 0]) == [Done.DONE] * 4
     assert [primary.block(row) for row in range(4, 8)] == blocks
 
@@ -89,7 +88,7 @@ def test_a_frame_on_the_medium_says_what_it_is() -> None:
 
 def test_only_the_positions_asked_for_are_moved() -> None:
     primary, store = Primary(4), DictStore()
-    pipeline_of(store, primary).run(make_job(primary, IoKind.STORE, range(4), places=[40, 41, 42, 43]), [1, 3])
+    pipeline_of(store, primary).run(make_job(primary, STORE, range(4), places=[40, 41, 42, 43]), [1, 3])
     assert sorted(store.frames) == [41, 43]
 
 
@@ -270,21 +269,21 @@ def test_a_view_that_is_no_primary_buffer_is_refused(view: memoryview) -> None:
 def test_rows_outside_the_primary_buffer_are_refused(rows: list[int]) -> None:
     primary = Primary(2)
     with pytest.raises(PermanentStoreError, match="outside"):
-        pipeline_of(DictStore(), primary).run(make_job(primary, IoKind.LOAD, [0], rows=rows), [0])
+        pipeline_of(DictStore(), primary).run(make_job(primary, LOAD, [0], rows=rows), [0])
 
 
 def test_a_buffer_less_aligned_than_the_medium_asks_for_is_refused() -> None:
     primary = Primary(2, PAGE)
     with pytest.raises(PermanentStoreError, match="not aligned"):
         pipeline_of(DictStore(header_bytes=4 * PAGE, alignment=4 * PAGE), primary).run(
-            make_job(primary, IoKind.STORE, [0]), [0]
+            make_job(primary, STORE, [0]), [0]
         )
 
 
 def test_an_overdue_job_is_not_framed_and_not_attempted() -> None:
     clock, primary, store = FakeClock(), Primary(2), DictStore()
     pipeline = pipeline_of(store, primary, clock=clock)
-    outcomes = pipeline.run(make_job(primary, IoKind.STORE, range(2), deadline=clock()), range(2))
+    outcomes = pipeline.run(make_job(primary, STORE, range(2), deadline=clock()), range(2))
     assert outcome_names(outcomes) == ["OverdueError"] * 2
     assert store.calls == []
 
@@ -293,7 +292,7 @@ def test_an_outcome_keeps_no_view_of_the_primary_buffer_alive() -> None:
     primary, store = Primary(1), FaultyStore()
     pipeline = pipeline_of(store, primary)
     store.inject(Fault.PERMANENT, puts=1)
-    outcomes = pipeline.run(make_job(primary, IoKind.STORE, [0]), [0])
+    outcomes = pipeline.run(make_job(primary, STORE, [0]), [0])
     gone = weakref.ref(primary.rows.base)
     pipeline.release()
     del primary, pipeline, store

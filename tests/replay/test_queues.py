@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from tiering.api.request import ReqContext
 from tiering.errors import OverdueError
-from tiering.medium.messages import IoJob, IoKind, IoResult
 from tiering.replay.queues import Speed, StoreQueue
+from tiering.secondary.contract import TransferJob
 
 TEN_A_SECOND = Speed(bytes_per_second=1000.0, latency=0.0, at_once=1)
 """Blocks of 100 bytes, ten a second."""
 
 
-def store(number: int, blocks: int, deadline: float = math.inf) -> IoJob:
+def store(number: int, blocks: int, deadline: float = math.inf) -> TransferJob:
     rows = [100 * number + block for block in range(blocks)]
-    return IoJob(number, IoKind.STORE, [b"%d" % row for row in rows], rows, rows, [100] * blocks, b"", 0.0, deadline)
+    keys = [b"%d" % row for row in rows]
+    job = TransferJob(number, keys, np.array(rows), False, ReqContext("r"), deadline=deadline)
+    job.move(keys, rows, rows, [100] * blocks)
+    return job
 
 
-def numbers(results: list[IoResult]) -> list[int]:
-    return [result.job.job_id for result in results]
+def numbers(results: list[TransferJob]) -> list[int]:
+    return [result.job_id for result in results]
 
 
 def test_stores_are_written_one_after_the_other() -> None:
@@ -45,9 +50,9 @@ def test_a_store_fails_at_its_deadline_if_it_has_not_begun() -> None:
         queue.submit(store(number, 10, deadline), 0.0)
     assert queue.next_end == pytest.approx(0.3)
     (late,) = queue.take_ended(0.3)
-    assert late.job.job_id == 2
+    assert late.job_id == 2
     assert all(isinstance(outcome, OverdueError) for outcome in late.outcomes)
-    assert late.transfer_bytes == 0
+    assert late.moved_bytes == 0
     assert numbers(queue.take_ended(5.0)) == [1, 3], "a store that has begun goes on"
     assert queue.blocks == 20
 

@@ -1,17 +1,35 @@
-"""The load and store specs: the two sides of a transfer, as block ids on one medium."""
+"""The load and store specs, which are the two sides of a copy, and the places and outcomes of blocks on a medium."""
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, StoreError
 
 Rows = NDArray[np.int64]
 """Row numbers or block ids: a one-dimensional int64 array."""
+
+Place: TypeAlias = int | str
+"""Place of a block: a slot number on a medium with slots, an object's name on a shared medium."""
+
+
+class Done(enum.Enum):
+    """Outcome of a block's I/O that did not fail."""
+
+    DONE = "done"
+    """The block was written or read."""
+    ABSENT = "absent"
+    """There is no block at the place."""
+
+
+Outcome: TypeAlias = Done | StoreError
+"""Outcome of one block: done, absent, or the error (returned instead of raised)."""
 
 
 class LoadStoreSpec(ABC):

@@ -10,8 +10,8 @@ from itertools import compress
 
 from tiering.api.keys import OffloadKey
 from tiering.block_tier.coordination import CLAIM_SECONDS, Claim, Coordination
-from tiering.block_tier.stages import PlannedStore
 from tiering.medium.block_store import Place
+from tiering.secondary.contract import TransferJob
 
 MAX_LEFT = 1 << 14
 """Maximum number of blocks left to other machines that are remembered."""
@@ -22,7 +22,7 @@ LAPSE_JITTER = 0.5
 
 @dataclass(slots=True)
 class _Waiting:
-    store: PlannedStore
+    store: TransferJob
     claim: Claim
     until: float
 
@@ -43,32 +43,32 @@ class StoreClaims:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def hold(self, store: PlannedStore) -> bool:
+    def hold(self, store: TransferJob) -> bool:
         """Claim the blocks of ``store``, and return True if the store has to wait for the answer."""
         if not self._coordination.ready:
             return False
         claim = Claim(store.places)
         self._coordination.claim(claim)
-        self._waiting[store.job.job_id] = _Waiting(store, claim, self._clock() + CLAIM_SECONDS)
+        self._waiting[store.job_id] = _Waiting(store, claim, self._clock() + CLAIM_SECONDS)
         return True
 
-    def take_decided(self) -> list[tuple[PlannedStore, Sequence[bool] | None]]:
+    def take_decided(self) -> list[tuple[TransferJob, Sequence[bool] | None]]:
         """Return the stores that need not wait any longer, each with the answer to its claim.
 
         Without an answer in time, the answer is None: the store goes ahead.
         """
-        decided: list[tuple[PlannedStore, Sequence[bool] | None]] = []
+        decided: list[tuple[TransferJob, Sequence[bool] | None]] = []
         while self._waiting:
             first = next(iter(self._waiting.values()))
             granted = first.claim.granted
             if granted is None and self._coordination.ready and self._clock() < first.until:
                 break
             store = first.store
-            del self._waiting[store.job.job_id]
+            del self._waiting[store.job_id]
             decided.append((store, granted))
         return decided
 
-    def take_all(self) -> list[PlannedStore]:
+    def take_all(self) -> list[TransferJob]:
         """Return all stores, because the tier leaves its epoch or shuts down; their claims are released."""
         waiting, self._waiting = self._waiting, {}
         for one in waiting.values():

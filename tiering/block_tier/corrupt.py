@@ -19,12 +19,13 @@ from functools import partial
 from tiering.api.keys import OffloadKey
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
 from tiering.index.tier_index import TierIndex
-from tiering.medium.block_store import BlockStore, Done, Outcome, Place, RawBlock, Settlement
+from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
 from tiering.medium.codec import BlockCodec
 from tiering.medium.frame import HEADER_BYTES, Codec, verify, verify_raw
-from tiering.medium.messages import IoJob, IoTask
+from tiering.medium.messages import IoTask
 from tiering.medium.side import IoSide
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.contract import TransferJob
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -88,9 +89,9 @@ class CorruptBlocks:
         self.deleted = 0
         """Number of corrupt blocks that were deleted."""
 
-    def ended(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
-        """Record a load that ended with ``outcomes``."""
-        now = self._clock()
+    def ended(self, job: TransferJob) -> None:
+        """Record a load that has ended."""
+        now, outcomes = self._clock(), job.outcomes
         if now - self._since >= PERIOD:
             self._since, self._read, self._corrupt = now, 0, 0
         arrived = outcomes.count(Done.DONE)
@@ -98,7 +99,7 @@ class CorruptBlocks:
         if arrived == len(outcomes):
             return
         refused = [
-            Refused(job.keys[at], job.places[at], job.sizes[at], job.fingerprint)
+            Refused(job.moved[at], job.places[at], job.sizes[at], job.fingerprint)
             for at, outcome in enumerate(outcomes)
             if isinstance(outcome, CorruptBlockError)
         ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError
-from tiering.medium.block_store import Outcome
 from tiering.medium.layers.breaker import BreakerOpenError
-from tiering.medium.messages import IoJob, IoKind
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.contract import TransferJob
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -30,9 +29,9 @@ class FailureLog:
         self.device_errors = 0
         """Number of blocks that could not be moved because the device reported an error at their place."""
 
-    def note(self, job: IoJob, outcomes: Sequence[Outcome]) -> None:
-        """Record that ``job`` ended with ``outcomes``, not all of them done."""
-        errors = [outcome for outcome in outcomes if isinstance(outcome, StoreError)]
+    def note(self, job: TransferJob) -> None:
+        """Record that ``job`` has ended, and not all of its blocks were moved."""
+        errors = [outcome for outcome in job.outcomes if isinstance(outcome, StoreError)]
         if not errors:
             return
         self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
@@ -41,7 +40,7 @@ class FailureLog:
             error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
         ]
         if others and (events := self._lines.admit(len(others))):
-            what = "not stored" if job.kind is IoKind.STORE else "not loaded"
+            what = "not loaded" if job.is_promotion else "not stored"
             logger.warning(
                 "tier %s: %d block(s) were %s, the last one (of job %d) because: %s",
                 self._name,

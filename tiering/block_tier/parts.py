@@ -13,9 +13,8 @@ from tiering.block_tier.event_log import EventLog
 from tiering.block_tier.intake import Intake
 from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockStore, Place
-from tiering.medium.messages import IoResult
 from tiering.medium.side import IoSide
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiering.secondary.tier_stats import TierStats
 
@@ -70,8 +69,8 @@ class TierHooks(ABC):
         """
         return math.inf
 
-    def on_result(self, result: IoResult) -> None:
-        """Hook: a job has ended, and the index has not recorded its result yet."""
+    def on_result(self, job: TransferJob) -> None:
+        """Hook: a job has ended, and the index has not recorded its outcomes yet."""
 
     def before_close(self, deadline: float) -> None:
         """Hook: jobs have ended or their time is over, and the store is still open.

@@ -1,10 +1,7 @@
 """Jobs of one tier: from the manager, over the I/O side, to their results.
 
-The manager submits a :class:`TransferJob`. An :class:`IoJob` moves its blocks on the I/O side, an :class:`IoResult`
-reports them, and a :class:`JobResult` ends the job. All four, and all log lines, name the job by the manager's number.
-
-- Store: the index chooses places → an I/O job → its result → the index has the keys.
-- Load: the index returns the places → an I/O job → verified bytes are in the rows → its result.
+- Store: the index chooses places → the I/O side writes → the index has the keys → the job's result.
+- Load: the index returns the places → the I/O side reads → verified bytes are in the rows → the job's result.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ from tiering.block_tier.failures import FailureLog
 from tiering.block_tier.overdue import OverdueLoads
 from tiering.block_tier.pace import LoadPace
 from tiering.block_tier.parts import TierHooks, TierParts
-from tiering.block_tier.stages import PlannedStore, RunningJob
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError
 from tiering.medium.block_store import Done, Place
-from tiering.medium.messages import IoJob, IoKind, IoResult
 from tiering.secondary.contract import JobResult, TransferJob
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -77,8 +72,9 @@ class BlockTransfers:
         """Time at which stores hang if none has ended and no byte was written until then."""
         self._stores = self._written = 0
         self._fingerprint = b""
-        self._epochs = 0
-        self._running: dict[int, RunningJob] = {}
+        self._running: dict[int, TransferJob] = {}
+        self._stale: set[int] = set()
+        """Running jobs that were submitted in an epoch that the tier has left."""
         self._finished: list[JobResult] = []
         self.places_wanted = 0
         """Number of places that the last credit would have used, if fewer were ready; else 0."""
@@ -113,38 +109,33 @@ class BlockTransfers:
 
     def store(self, job: TransferJob) -> None:
         """Submit a store, as far as the index has places."""
-        keys = job.keys
-        stats = self._stats
+        keys, stats = job.keys, self._stats
         planned, places, already_held, evicted = self._index.plan_store(keys, self._clock())
         if evicted:
             stats.evictions += len(evicted)
             self._events.removed(evicted)
-        held: list[OffloadKey] = []
         if len(planned) < len(keys):
             stats.stores_declined += len(keys) - len(planned) - len(already_held)
             if already_held:
                 # Not announced: a probe of a chain looks at some of its blocks only, and the others may be missing.
-                held = [keys[position] for position in already_held]
+                job.held = [keys[position] for position in already_held]
         if not planned:
-            self._finish(job, held)
+            self._finish(job, job.held)
             return
         rows: list[int] = job.block_ids.tolist()
         if len(planned) < len(rows):
             keys = [keys[position] for position in planned]
             rows = [rows[position] for position in planned]
-        sizes = self._sizes(keys)
+        job.move(keys, rows, places, self._sizes(keys))
         stats.cascades_active += len(keys)
         self.stored = True
-        if self._claims is None or not self._claims.hold(PlannedStore(job, held, keys, rows, places, sizes)):
-            self._submit(IoKind.STORE, job, held, keys, rows, places, sizes)
+        if self._claims is None or not self._claims.hold(job):
+            self._submit(job)
 
-    def _upload(self, store: PlannedStore) -> None:
-        self._submit(IoKind.STORE, store.job, store.held, store.keys, store.rows, store.places, store.sizes)
-
-    def _give_back(self, store: PlannedStore) -> None:
+    def _give_back(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Give back the places of blocks that this machine does not upload."""
-        self._stats.cascades_active -= len(store.keys)
-        self._index.end_store(store.keys, store.places, [False] * len(store.keys), self._clock())
+        self._stats.cascades_active -= len(keys)
+        self._index.end_store(keys, places, [False] * len(keys), self._clock())
 
     def begin_claimed(self) -> bool:
         """Begin the stores whose claims are answered; blocks that another machine uploads are left to it.
@@ -154,26 +145,28 @@ class BlockTransfers:
         """
         if self._claims is None or self._coordination is None:
             return True
-        for store, granted in self._claims.take_decided():
+        for job, granted in self._claims.take_decided():
             if granted is not None and not all(granted):
-                store, others = store.split(granted)
-                self._give_back(others)
-                self._stats.stores_left += len(others.keys)
-                self._coordination.watch(others.keys, others.places)
+                others = [not grant for grant in granted]
+                keys, places = list(compress(job.moved, others)), list(compress(job.places, others))
+                job.keep(granted)
+                self._give_back(keys, places)
+                self._stats.stores_left += len(keys)
+                self._coordination.watch(keys, places)
                 if self.left is not None:
-                    self.left.add(others.keys, self._clock())
-            if store.keys:
-                self._upload(store)
+                    self.left.add(keys, self._clock())
+            if job.moved:
+                self._submit(job)
             else:
-                self._finish(store.job, store.held)
+                self._finish(job, job.held)
         return not self._claims
 
     def drop_claimed(self) -> None:
         """Drop the stores that wait for an answer to a claim."""
-        for store in () if self._claims is None else self._claims.take_all():
-            self._give_back(store)
-            self._stats.stores_dropped += len(store.keys)
-            self._finish(store.job, ())
+        for job in () if self._claims is None else self._claims.take_all():
+            self._give_back(job.moved, job.places)
+            self._stats.stores_dropped += len(job.moved)
+            self._finish(job, ())
 
     def drop_store(self, job: TransferJob) -> None:
         """End a store at once, because the tier takes no stores."""
@@ -198,37 +191,24 @@ class BlockTransfers:
             return
         if self._pace is not None:
             self._pace.begin(sizes)
-        deadline = job.submitted_at + self._load_deadline
-        self.overdue.begin(job.job_id, deadline, len(known), job.req_context.req_id)
+        self.overdue.begin(job.job_id, job.deadline, len(known), job.req_context.req_id)
         self._stats.promotions_active += len(keys)
-        self._submit(IoKind.LOAD, job, [], keys, rows, known, sizes)
+        job.move(keys, rows, known, sizes)
+        self._submit(job)
 
     def fail_load(self, job: TransferJob) -> None:
         """End a load at once, because the tier is out of service."""
         self._stats.promotions_failed += len(job.keys)
         self._finish(job, ())
 
-    def _submit(
-        self,
-        kind: IoKind,
-        job: TransferJob,
-        held: list[OffloadKey],
-        keys: Sequence[OffloadKey],
-        rows: list[int],
-        places: list[Place],
-        sizes: list[int],
-    ) -> None:
-        # A store may have waited for an answer; a request waits for a load from its submission on.
-        if kind is IoKind.LOAD:
-            deadline = job.submitted_at + self._load_deadline
-        else:
-            deadline = self._clock() + self._store_deadline
+    def _submit(self, job: TransferJob) -> None:
+        if not job.is_promotion:
             self._stores += 1
             if self.stores_due == math.inf:
-                self._await_stores(deadline)
-        io_job = IoJob(job.job_id, kind, keys, rows, places, sizes, self._fingerprint, job.submitted_at, deadline)
-        self._running[job.job_id] = RunningJob(job, held, io_job, self._epochs)
-        self._io.submit(io_job)
+                self._await_stores(job.deadline)
+        job.fingerprint = self._fingerprint
+        self._running[job.job_id] = job
+        self._io.submit(job)
 
     # ---------------------------------------------------------------------------------------------------------- results
 
@@ -259,8 +239,8 @@ class BlockTransfers:
 
     def poll(self) -> None:
         """Process the jobs and tasks that the I/O side has ended, and begin stores whose claims are answered."""
-        for result in self._io.poll():
-            self._end(result)
+        for job in self._io.poll():
+            self._end(job)
         if self._claims:
             self.begin_claimed()
 
@@ -303,95 +283,80 @@ class BlockTransfers:
 
     def leave(self) -> None:
         """Leave the present epoch: from now on no result counts, not even those of running jobs."""
-        for running in self._running.values():
-            places = running.io.places
-            if running.io.kind is IoKind.STORE and self._coordination and self._index.holds_epoch(places):
-                self._coordination.released(places)
+        for job in self._running.values():
+            if not job.is_promotion and self._coordination and self._index.holds_epoch(job.places):
+                self._coordination.released(job.places)
         if self.left is not None:
             self.left.clear()
-        self._epochs += 1
+        self._stale.update(self._running)
         self._fingerprint = b""
         self.stored = False
         self.places_wanted = 0
         self.drop_claimed()
         self._finished = [result._replace(success=False, successful_keys=[]) for result in self._finished]
 
-    def _finish(
-        self,
-        job: TransferJob,
-        successful: Sequence[OffloadKey],
-        transfer_bytes: int | None = None,
-        transfer_time: float | None = None,
-    ) -> None:
+    def _finish(self, job: TransferJob, successful: Sequence[OffloadKey]) -> None:
         complete = len(successful) == len(job.keys)
-        keys = None if complete else list(successful)
-        self._finished.append(JobResult(job.job_id, complete, keys, transfer_bytes, transfer_time))
+        self._finished.append(JobResult(job.job_id, complete, None if complete else list(successful)))
 
-    def _end(self, result: IoResult) -> None:
-        io_job = result.job
-        running = self._running.pop(io_job.job_id, None)
-        if running is None:
-            logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, io_job.job_id)
+    def _end(self, job: TransferJob) -> None:
+        if self._running.pop(job.job_id, None) is None:
+            logger.error("tier %s: the I/O side reported job %d, which is not running", self._name, job.job_id)
             return
-        self._hooks.on_result(result)
-        outcomes = result.outcomes
+        self._hooks.on_result(job)
+        outcomes = job.outcomes
         done = outcomes.count(Done.DONE)
         failed = done < len(outcomes) and done + outcomes.count(Done.ABSENT) < len(outcomes)
         if failed:
-            ended = zip(io_job.places, outcomes, strict=True)
+            ended = zip(job.places, outcomes, strict=True)
             if bad := [place for place, outcome in ended if isinstance(outcome, DeviceError)]:
                 self._hooks.retire(bad)
         now = self._clock()
-        self._stats.observe_job(now - io_job.submitted_at)
+        self._stats.observe_job(now - job.submitted_at)
         # No block succeeds across a reset: the index must not hold it, and the manager must not serve it.
-        current = running.epochs == self._epochs
+        current = job.job_id not in self._stale
+        self._stale.discard(job.job_id)
         if current and done == len(outcomes):
             arrived = [True] * done
         else:
             arrived = [current and outcome is Done.DONE for outcome in outcomes]
-        if io_job.kind is IoKind.STORE:
+        if not job.is_promotion:
             revoked = self._hooks.revoked_places()
             if revoked:
-                arrived = [good and place not in revoked for good, place in zip(arrived, io_job.places, strict=True)]
-            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
-            self._end_store(result, running, arrived, keys, now)
+                arrived = [good and place not in revoked for good, place in zip(arrived, job.places, strict=True)]
+        keys = job.moved if False not in arrived else list(compress(job.moved, arrived))
+        if job.is_promotion:
+            self._end_load(job, arrived, keys, now)
         else:
-            if self._pace is not None:
-                self._pace.end(io_job.sizes, result.transfer_bytes)
-            keys = io_job.keys if False not in arrived else list(compress(io_job.keys, arrived))
-            self._end_load(result, running.job.req_context.req_id, arrived, keys, now)
+            self._end_store(job, arrived, keys, now)
         if current and failed:
-            self.failures.note(io_job, outcomes)
-        held = running.held if current else []
-        self._finish(running.job, [*held, *keys] if held else keys, result.transfer_bytes, result.transfer_time)
+            self.failures.note(job)
+        self._finish(job, [*job.held, *keys] if current and job.held else keys)
 
-    def _end_store(
-        self, result: IoResult, running: RunningJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float
-    ) -> None:
-        io_job = result.job
+    def _end_store(self, job: TransferJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float) -> None:
         self._stores -= 1
         self._await_stores(now + self._store_deadline if self._stores else math.inf)
-        self._credit.ended(len(io_job.keys))
-        self._index.end_store(io_job.keys, io_job.places, arrived, now)
-        if self._coordination is not None and self._index.holds_epoch(io_job.places):
-            self._coordination.stored(list(compress(io_job.places, arrived)))
-            if len(stored) < len(io_job.keys):
-                failed = [place for place, good in zip(io_job.places, arrived, strict=True) if not good]
+        self._credit.ended(len(job.moved))
+        self._index.end_store(job.moved, job.places, arrived, now)
+        if self._coordination is not None and self._index.holds_epoch(job.places):
+            self._coordination.stored(list(compress(job.places, arrived)))
+            if len(stored) < len(job.moved):
+                failed = [place for place, good in zip(job.places, arrived, strict=True) if not good]
                 self._coordination.released(failed)
         self._stats.cascades += len(stored)
-        self._stats.cascades_failed += len(io_job.keys) - len(stored)
-        self._stats.cascades_active -= len(io_job.keys)
+        self._stats.cascades_failed += len(job.moved) - len(stored)
+        self._stats.cascades_active -= len(job.moved)
         self._events.stored(stored)
 
-    def _end_load(
-        self, result: IoResult, req_id: str, arrived: list[bool], loaded: Sequence[OffloadKey], now: float
-    ) -> None:
-        io_job, outcomes = result.job, result.outcomes
+    def _end_load(self, job: TransferJob, arrived: list[bool], loaded: Sequence[OffloadKey], now: float) -> None:
+        outcomes = job.outcomes
+        if self._pace is not None:
+            self._pace.end(job.sizes, job.moved_bytes)
         all_done = outcomes.count(Done.DONE) == len(outcomes)
-        if not self.overdue.end(io_job.job_id) and not all_done:
+        if not self.overdue.end(job.job_id) and not all_done:
             waited = sum(isinstance(outcome, OverdueError) for outcome in outcomes)
             self._stats.loads_overdue += waited
-            load = (io_job.deadline, req_id)
+            load = (job.deadline, job.req_context.req_id)
             if waited == len(outcomes) and load != self._not_begun:
                 self._not_begun = load
                 self._io.breakers.reads.record_failure(
@@ -404,9 +369,9 @@ class BlockTransfers:
             lost = [
                 outcome is Done.ABSENT or isinstance(outcome, (CorruptBlockError, DeviceError)) for outcome in outcomes
             ]
-        self._events.removed(self._index.end_load(io_job.keys, io_job.places, lost, now))
+        self._events.removed(self._index.end_load(job.moved, job.places, lost, now))
         if self._index.shared:
-            self._corrupt.ended(io_job, outcomes)
+            self._corrupt.ended(job)
         self._stats.promotions += len(loaded)
         self._stats.promotions_failed += len(arrived) - len(loaded)
         self._stats.promotions_active -= len(arrived)

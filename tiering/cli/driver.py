@@ -137,7 +137,9 @@ class TierDriver:
             load: True to fill the rows, False to store them.
         """
         self._jobs += 1
-        job = TransferJob(self._jobs, list(keys), np.asarray(rows, np.int64), load, _REQUEST)
+        now = time.monotonic()
+        deadline = self.tier.traits.deadline(now, load=load)
+        job = TransferJob(self._jobs, list(keys), np.asarray(rows, np.int64), load, _REQUEST, now, deadline=deadline)
         (self.tier.submit_load if load else self.tier.submit_store)(job)
         self.tier.on_schedule_end()
         return self._jobs

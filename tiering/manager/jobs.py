@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress, count, islice
 
 import numpy as np
@@ -31,22 +30,6 @@ COUNTS_OVERDUE = 60.0
 
 The I/O of most overdue jobs ends within this time, because requests to shared media have time limits of their own.
 """
-
-
-@dataclass(slots=True, eq=False)
-class OpenJob:
-    """A job that its tier has not reported yet: a cascade or a promotion."""
-
-    job_id: int
-    """Number of the job."""
-    state: TierState
-    """The tier."""
-    rows: Rows
-    """Rows that the job reads or writes; those of a cascade are pinned."""
-    deadline: float
-    """Time by which the tier should have reported the job."""
-    promotion: Promotion | None = None
-    """The promotion; None for a cascade."""
 
 
 class TierJobs:
@@ -92,8 +75,9 @@ class TierJobs:
         self._broker = broker
         self._stats = stats
         self._clock = clock
-        self._jobs: dict[int, OpenJob] = {}
         self._ids = count(1)
+        self._loads: dict[int, Promotion] = {}
+        """Promotions whose tier has not reported their load, by number of the job."""
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}
         """Per request, the blocks that it needs and other requests are writing.
 
@@ -101,7 +85,7 @@ class TierJobs:
         """
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(len(state.jobs) for state in self._states)
 
     # ----------------------------------------------------------------------------------------------------------- submit
 
@@ -134,7 +118,7 @@ class TierJobs:
             shared.flags.writeable = False
             now = self._clock()
             for state in direct:
-                self._submit_store(state, keys, rows, shared, ctx, now, is_fill=is_fill)
+                self._submit_store(state, keys, shared, ctx, now, is_fill=is_fill)
         if len(direct) < len(serving):
             for state in serving:
                 if state.intake is not None:
@@ -173,7 +157,7 @@ class TierJobs:
             begun = rows[:count]
             self._primary.pin(begun)
             begun.flags.writeable = False
-            self._submit_store(state, tuple(keys[:count]), begun, begun, ctx, now, is_fill=is_fill)
+            self._submit_store(state, tuple(keys[:count]), begun, ctx, now, is_fill=is_fill)
         if count < len(keys) and state.in_service:
             if not queue:
                 state.queued_since = now
@@ -194,7 +178,7 @@ class TierJobs:
         for state in self._states:
             if state.queue.lane_of and state.in_service:
                 self._pull(state, now)
-        if self._jobs:
+        if any(state.jobs for state in self._states):
             self._broker.begin_step(now)
 
     def _pull(self, state: TierState, now: float) -> None:
@@ -208,7 +192,7 @@ class TierJobs:
             state.queued_since = now
             state.settled_until[rows] = 0.0
             self._broker.pass_on(state, keys, rows)
-            self._submit_store(state, keys, rows, rows, ctx, now, is_fill=is_fill)
+            self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
         self._tiers.end_requests(state)
 
     def _submit_store(
@@ -216,17 +200,15 @@ class TierJobs:
         state: TierState,
         keys: tuple[OffloadKey, ...],
         rows: Rows,
-        shared: Rows,
         ctx: ReqContext,
         now: float,
         *,
         is_fill: bool,
     ) -> None:
-        """Submit a store of pinned rows; ``shared`` is a view of ``rows`` that the tier cannot change."""
-        job_id = next(self._ids)
-        self._jobs[job_id] = OpenJob(job_id, state, rows, _store_deadline(state, now))
+        """Submit a store of pinned rows, which is an array that the tier cannot change."""
         state.cascading_rows += len(rows)
-        self._submit(state, state.tier.submit_store, TransferJob(job_id, keys, shared, False, ctx, now, is_fill))
+        job = TransferJob(next(self._ids), keys, rows, False, ctx, now, is_fill, _store_deadline(state, now))
+        self._submit(state, state.tier.submit_store, job)
 
     def _rows_of(self, keys: Sequence[OffloadKey]) -> Rows:
         """Return the rows of readable blocks."""
@@ -278,12 +260,13 @@ class TierJobs:
         for promotion in self._promotions.take_queued():
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
             rows.flags.writeable = False
-            job_id = next(self._ids)
-            self._jobs[job_id] = OpenJob(job_id, state, rows, state.deadline(now), promotion)
-            job = TransferJob(job_id, tuple(promotion.keys), rows, True, promotion.owner.ctx, now)
+            ctx, deadline = promotion.owner.ctx, state.deadline(now)
+            job = TransferJob(next(self._ids), tuple(promotion.keys), rows, True, ctx, now, False, deadline)
+            self._loads[job.job_id] = promotion
             self._submit(state, state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
+        state.jobs[job.job_id] = job
         if not state.in_service:
             self._end(state, JobResult(job.job_id, False))
             return
@@ -307,7 +290,7 @@ class TierJobs:
                 if type(given) in _PLAIN and not given:
                     continue
                 # What a generator returned before it raised counts. One that never ends must not be followed.
-                results += islice(given, len(self._jobs) + 1)
+                results += islice(given, len(state.jobs) + 1)
             except PROCESS_ENDS:
                 raise
             except BaseException as error:
@@ -332,17 +315,17 @@ class TierJobs:
                 state, breach or f"its get_finished returned {text_of(result)} instead of the result of a job"
             )
             return
-        del self._jobs[job.job_id]
-        if job.promotion is not None:
-            self._end_promotion(state, job.promotion, arrived)
+        del state.jobs[job.job_id]
+        if job.is_promotion:
+            self._end_promotion(state, self._loads.pop(job.job_id), arrived)
             return
         if success and arrived is None:
-            self._note_held(state, job.rows)
-        self._primary.unpin(job.rows)
-        state.cascading_rows -= len(job.rows)
+            self._note_held(state, job.block_ids)
+        self._primary.unpin(job.block_ids)
+        state.cascading_rows -= len(job.block_ids)
         state.cascade_ended = self._clock()
 
-    def _read(self, state: TierState, result: JobResult) -> tuple[OpenJob, bool, frozenset[OffloadKey] | None]:
+    def _read(self, state: TierState, result: JobResult) -> tuple[TransferJob, bool, frozenset[OffloadKey] | None]:
         """Return the job of a result, its success, and the keys that succeeded.
 
         None instead of the keys means that all share the fate of ``success``, or that the success of some does not
@@ -352,17 +335,16 @@ class TierJobs:
             BreachError: the job is not one of the tier's in flight, or does not have these keys; see the text.
             BaseException: ``result`` is no result of a job.
         """
-        job = self._jobs.get(result.job_id)
+        job = state.jobs.get(result.job_id)
         success, keys = truth(result.success), result.successful_keys
-        if job is None or job.state is not state:
+        if job is None:
             raise BreachError(f"it reported job {text_of(result.job_id)}, which is not one of its own in flight")
         if keys is None:
             return job, success, None if success else _NO_KEYS
-        if job.promotion is None:
+        if not job.is_promotion:
             return job, False, _NO_KEYS
-        of_job = job.promotion.keys
-        arrived = frozenset(islice(keys, len(of_job) + 1))
-        if not arrived.issubset(of_job):
+        arrived = frozenset(islice(keys, len(job.keys) + 1))
+        if not arrived.issubset(job.keys):
             raise BreachError(f"it reported job {job.job_id} with keys that are not of this job")
         return job, success, arrived
 
@@ -385,7 +367,7 @@ class TierJobs:
 
     def running_promotions(self) -> list[Promotion]:
         """Return the promotions whose tier has not reported the load."""
-        return [job.promotion for job in self._jobs.values() if job.promotion is not None]
+        return list(self._loads.values())
 
     def expected(self) -> bool:
         """Return True if a tier has a job whose end is expected.
@@ -395,7 +377,10 @@ class TierJobs:
         """
         latest = self._clock() - COUNTS_OVERDUE
         return any(
-            latest < job.deadline and (job.state.in_service or job.state.resetting) for job in self._jobs.values()
+            latest < job.deadline
+            for state in self._states
+            if state.in_service or state.resetting
+            for job in state.jobs.values()
         )
 
     # --------------------------------------------------------------------------------------------------- awaited blocks

@@ -30,7 +30,7 @@ from tiering.manager.answers import (
 )
 from tiering.manager.cascade_queue import CascadeQueue
 from tiering.manager.manager_stats import ManagerStats
-from tiering.secondary.contract import SecondaryTierManager, StepEnd, TierIntake, TierTraits
+from tiering.secondary.contract import SecondaryTierManager, StepEnd, TierIntake, TierTraits, TransferJob
 
 _log = logging.getLogger("kv_tiering.manager")
 
@@ -71,6 +71,8 @@ class TierState:
     """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
+    jobs: dict[int, TransferJob] = field(default_factory=dict)
+    """Jobs that the tier has not reported, by number; the rows of its stores are pinned."""
     credit: float = 0.0
     """Number of blocks that may be submitted before the tier is called again."""
     queued_since: float = -math.inf

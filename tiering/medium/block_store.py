@@ -23,25 +23,22 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from tiering.api.transfer import Done, Outcome, Place
 from tiering.errors import PermanentStoreError, StoreError
 
-Place: TypeAlias = int | str
-"""Place of a block: a slot number on a medium with slots, an object's name on a shared medium."""
-
-
-class Done(enum.Enum):
-    """Outcome of a block's I/O that did not fail."""
-
-    DONE = "done"
-    """The block was written or read."""
-    ABSENT = "absent"
-    """There is no block at the place."""
-
-
-Outcome: TypeAlias = Done | StoreError
-"""Outcome of one block: done, absent, or the error (returned instead of raised)."""
+__all__ = [
+    "BatchStore",
+    "BlockIO",
+    "BlockStore",
+    "Done",
+    "Outcome",
+    "Place",
+    "RawBlock",
+    "Settlement",
+    "StoreProbe",
+    "StoreTraits",
+]
 
 
 @dataclass(slots=True)

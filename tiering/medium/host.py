@@ -24,14 +24,15 @@ from typing import Any
 
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import BlockStore, Done, Outcome
-from tiering.medium.lanes import JobState, Lanes, Unit, take_unit
+from tiering.medium.lanes import Lanes, Unit, take_unit
 from tiering.medium.layers.breaker import BreakerOpenError
-from tiering.medium.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.medium.messages import IoTask
 from tiering.medium.pipeline import LOG_PERIOD, Pipeline, release_frames
 from tiering.runtime.depth import DepthBounds
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.contract import TransferJob
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -116,7 +117,7 @@ class IoHost:
         self._lookups = ThreadPool(f"kv-{name}-lookup", LOOKUP_THREADS, clock)
         self._woken = False
         """True while a thread has been woken for units and has not begun to look for them."""
-        self._ended: deque[IoResult | _TaskDone] = deque()
+        self._ended: deque[TransferJob | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = (news or News()).announce
         self._lock = threading.Lock()
@@ -165,16 +166,16 @@ class IoHost:
         """Bytes of stores that keep all places busy, with as many units waiting as running."""
         return 2 * self.store_depth * self.unit_bytes
 
-    def submit(self, job: IoJob) -> None:
-        """Submit a job; returns at once."""
+    def submit(self, job: TransferJob) -> None:
+        """Submit a job whose blocks have places; returns at once."""
         self._submitted += 1
-        unit = Unit(JobState(job, [Done.ABSENT] * len(job.keys)), 0, len(job.keys), whole=True)
-        if not job.keys:
+        unit = Unit(job, 0, len(job.moved), whole=True)
+        if not job.moved:
             self._fail(unit, None)
         elif (closed := self._closed_error()) is not None:
             self._fail(unit, closed)
         else:
-            self.lanes.of(job.kind).waiting.append(unit)
+            self.lanes.of(job).waiting.append(unit)
             if self.lanes.has_work:
                 self._wake()
 
@@ -189,7 +190,7 @@ class IoHost:
             pool = self._lookups if task.lookup else self._threads
             pool.run(partial(self._run_task, task), partial(self._refuse, task))
 
-    def poll(self) -> list[IoResult]:
+    def poll(self) -> list[TransferJob]:
         """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
         if self.lanes.loads.waiting or self.lanes.stores.waiting:
             self._sweep()
@@ -197,18 +198,18 @@ class IoHost:
             self._note_shortage(shortage)
         else:
             self._short_of_threads = False
-        results: list[IoResult] = []
+        jobs: list[TransferJob] = []
         while self._ended:
             item = self._ended.popleft()
-            if isinstance(item, IoResult):
-                results.append(item)
+            if isinstance(item, TransferJob):
+                jobs.append(item)
                 continue
             try:
                 item.task.on_done(item.result, item.error)
             except Exception:
                 _log.exception("tier %s: processing the result of task %s failed", self.name, item.task.name)
-        self._reported += len(results)
-        return results
+        self._reported += len(jobs)
+        return jobs
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has.
@@ -284,11 +285,10 @@ class IoHost:
         Jobs wait in vain if a breaker keeps them from the medium, or if they are overdue because all threads hang.
         """
         now = self._clock()
-        for kind in IoKind:
-            queue = self.lanes.of(kind).waiting
-            if queue and not self.breakers.allows(kind):
+        for queue, load in ((self.lanes.loads.waiting, True), (self.lanes.stores.waiting, False)):
+            if queue and not self.breakers.allows(load=load):
                 while (unit := take_unit(queue)) is not None:
-                    self._fail(unit, BreakerOpenError(f"the tier takes no {kind.value}s for the time being"))
+                    self._fail(unit, BreakerOpenError(f"the tier takes no {unit.job.verb}s for the time being"))
             while (unit := self._take_overdue(queue, now)) is not None:
                 self._fail(unit, OverdueError("the deadline passed while the job was waiting"))
         if not self.lanes.has_work:
@@ -313,12 +313,12 @@ class IoHost:
 
     def _take_overdue(self, queue: deque[Unit], now: float) -> Unit | None:
         try:
-            if queue[0].state.job.deadline > now:
+            if queue[0].job.deadline > now:
                 return None
             unit = queue.popleft()
         except IndexError:
             return None
-        if unit.state.job.deadline <= now:
+        if unit.job.deadline <= now:
             return unit
         # Another thread took the overdue unit in between: put this one back, and wake the thread that found the queue
         # empty meanwhile.
@@ -346,22 +346,21 @@ class IoHost:
 
         The more jobs wait, the fewer units are needed to use all places. Larger units cost less CPU time per block.
         """
-        job, lane = unit.state.job, self.lanes.of(unit.state.job.kind)
+        job, lane = unit.job, self.lanes.of(unit.job)
         size = max(1, max(job.sizes, default=1))
         share = -((unit.start - unit.stop) // max(1, lane.finder.depth - len(lane.waiting)))
         least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS)
         blocks = max(1, min(max(share, least), self.unit_bytes // size))
         starts = range(unit.start, unit.stop, blocks)
-        units = [Unit(unit.state, start, min(start + blocks, unit.stop)) for start in starts]
+        units = [Unit(job, start, min(start + blocks, unit.stop)) for start in starts]
         with self._lock:
-            unit.state.unfinished += len(units) - 1
+            job.unfinished += len(units) - 1
         lane.waiting.extendleft(units[:0:-1])
         return units[0]
 
     def _run_unit(self, unit: Unit) -> None:
         """Run a unit that :meth:`Lanes.begin` gave to this thread."""
-        job = unit.state.job
-        begun = self._clock()
+        job = unit.job
         positions: Sequence[int] = range(unit.start, unit.stop)
         outcomes: Sequence[Outcome] = ()
         try:
@@ -371,17 +370,15 @@ class IoHost:
             outcomes = self._pipeline.run(job, ordered)
         except BaseException as error:
             if not isinstance(error, StoreError) and self._unexpected.admit():
-                _log.exception(
-                    "tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.kind.value, len(positions)
-                )
+                _log.exception("tier %s: a %s of %d block(s) failed unexpectedly", self.name, job.verb, len(positions))
             release_frames(error)
             failure = (
                 error if isinstance(error, StoreError) else PermanentStoreError(f"{type(error).__name__}: {error}")
             )
             ordered, outcomes = positions, [failure] * len(positions)
         moved = [job.sizes[at] for at, outcome in zip(ordered, outcomes, strict=True) if outcome is Done.DONE]
-        self.lanes.end(job.kind, sum(moved), failed=len(moved) < len(positions))
-        self._report(self._end_unit(unit, ordered, outcomes, begun))
+        self.lanes.end(job, sum(moved), failed=len(moved) < len(positions))
+        self._end_unit(job, ordered, outcomes)
 
     def _run_task(self, task: IoTask) -> None:
         if (closed := self._closed_error()) is not None:
@@ -420,30 +417,20 @@ class IoHost:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
         positions = range(unit.start, unit.stop)
         outcomes = [error] * len(positions) if error is not None else []
-        self._report(self._end_unit(unit, positions, outcomes, self._clock()))
+        self._end_unit(unit.job, positions, outcomes)
 
-    def _end_unit(
-        self, unit: Unit, positions: Sequence[int], outcomes: Sequence[Outcome], begun: float
-    ) -> IoResult | None:
-        """Note the outcomes of a unit, and return the result of its job if the unit was the last one."""
-        state = unit.state
+    def _end_unit(self, job: TransferJob, positions: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Note the outcomes of a unit, and report its job if the unit was the last one."""
         with self._lock:
             for position, outcome in zip(positions, outcomes, strict=True):
-                state.outcomes[position] = outcome
-            state.begun = min(state.begun, begun)
-            state.unfinished -= 1
-            if state.unfinished:
-                return None
+                job.outcomes[position] = outcome
+            job.unfinished -= 1
+            if job.unfinished:
+                return
             self._finished += 1
-        job = state.job
-        moved = sum([size for size, outcome in zip(job.sizes, state.outcomes, strict=False) if outcome is Done.DONE])
-        return IoResult(job, state.outcomes, moved, self._clock() - state.begun)
+        self._end(job)
 
-    def _report(self, result: IoResult | None) -> None:
-        if result is not None:
-            self._end(result)
-
-    def _end(self, item: IoResult | _TaskDone) -> None:
+    def _end(self, item: TransferJob | _TaskDone) -> None:
         self._ended.append(item)
         self._tell()
 

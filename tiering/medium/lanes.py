@@ -11,31 +11,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiering.medium.block_store import Outcome
-from tiering.medium.messages import IoJob, IoKind
 from tiering.runtime.depth import DepthBounds, DepthFinder
-
-
-@dataclass(slots=True, eq=False)
-class JobState:
-    """State of a job on the I/O side, guarded by the host's lock."""
-
-    job: IoJob
-    """The job."""
-    outcomes: list[Outcome]
-    """Outcome of each block so far."""
-    unfinished: int = 1
-    """Number of units that have not ended."""
-    begun: float = float("inf")
-    """Time at which the first unit began, in monotonic seconds."""
+from tiering.secondary.contract import TransferJob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Blocks [start, stop) of a job, which one thread moves."""
+    """Blocks [start, stop) of those that a job moves, which one thread moves."""
 
-    state: JobState
-    """State of the job."""
+    job: TransferJob
+    """The job."""
     start: int
     """Position of the first block."""
     stop: int
@@ -96,9 +81,9 @@ class Lanes:
         self._clock = clock
         self._lock = threading.Lock()
 
-    def of(self, kind: IoKind) -> Lane:
-        """Return the lane of one direction: its waiting and running units."""
-        return self.loads if kind is IoKind.LOAD else self.stores
+    def of(self, job: TransferJob) -> Lane:
+        """Return the lane of a job's direction: its waiting and running units."""
+        return self.loads if job.is_promotion else self.stores
 
     @property
     def has_work(self) -> bool:
@@ -136,19 +121,19 @@ class Lanes:
             now = self._clock()
             for lane in (self.loads, self.stores):
                 if lane.waiting and lane.active(now) < lane.finder.depth and (unit := take_unit(lane.waiting)):
-                    lane.running[threading.current_thread()] = unit.state.job.deadline
+                    lane.running[threading.current_thread()] = unit.job.deadline
                     return unit
         return None
 
-    def end(self, kind: IoKind, moved: int, *, failed: bool) -> None:
+    def end(self, job: TransferJob, moved: int, *, failed: bool) -> None:
         """Record that the calling thread's unit has ended.
 
         Args:
-            kind: direction of the unit.
+            job: the job of the unit.
             moved: bytes that the unit moved.
             failed: True if some block was not moved; such a unit teaches nothing about the depth.
         """
-        lane, now = self.of(kind), self._clock()
+        lane, now = self.of(job), self._clock()
         with self._lock:
             full = not failed and bool(lane.waiting) and len(lane.running) == lane.finder.depth
             lane.running.pop(threading.current_thread(), None)

@@ -35,8 +35,8 @@ from tiering.medium.frame import (
 )
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import BreakerOpenError, Breakers
-from tiering.medium.messages import IoJob, IoKind
 from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.contract import TransferJob
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -143,14 +143,14 @@ class Pipeline:
         self._memory = memoryview(b"")
         self._num_rows = 0
 
-    def run(self, job: IoJob, positions: Sequence[int]) -> list[Outcome]:
+    def run(self, job: TransferJob, positions: Sequence[int]) -> list[Outcome]:
         """Move the blocks at ``positions`` of ``job``, and return outcomes co-indexed with ``positions``.
 
         Raises:
             PermanentStoreError: the job has rows or sizes outside the primary tier, or the store broke its contract.
         """
-        if not self.breakers.allows(job.kind):
-            return [BreakerOpenError(f"the tier takes no {job.kind.value}s for the time being")] * len(positions)
+        if not self.breakers.allows(load=job.is_promotion):
+            return [BreakerOpenError(f"the tier takes no {job.verb}s for the time being")] * len(positions)
         if job.deadline <= self._clock():
             return [OverdueError("the deadline passed while the job was waiting")] * len(positions)
         rows = [job.rows[position] for position in positions]
@@ -163,7 +163,7 @@ class Pipeline:
             raise PermanentStoreError(
                 f"tier {self.name}: rows are not aligned to the {self._traits.alignment} bytes that the medium needs"
             )
-        unit = self._load if job.kind is IoKind.LOAD else self._store
+        unit = self._load if job.is_promotion else self._store
         outcomes = unit(job, positions, rows, sizes)
         if len(outcomes) != len(positions):
             raise PermanentStoreError(
@@ -176,7 +176,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------------ store
 
-    def _store(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+    def _store(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         if self._compress and self._traits.alignment == 1:
             return self._store_compressed(job, positions, rows, sizes)
         memory, stride, alignment = self._memory, self._stride, self._traits.alignment
@@ -187,7 +187,7 @@ class Pipeline:
         digests = list(map(xxh3_128_digest, payloads))
         blocks: list[BlockIO] = []
         for at, position in enumerate(positions):
-            header, payload, row, size, key = headers[at], payloads[at], rows[at], sizes[at], job.keys[position]
+            header, payload, row, size, key = headers[at], payloads[at], rows[at], sizes[at], job.moved[position]
             encode_header(
                 header,
                 key=key,
@@ -204,7 +204,7 @@ class Pipeline:
         return self.store.put(blocks)
 
     def _store_compressed(
-        self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]
+        self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]
     ) -> list[Outcome]:
         slot = max(sizes)
         batch = max(1, _SCRATCH_BYTES // slot)
@@ -217,7 +217,7 @@ class Pipeline:
         for first in range(0, len(rows), batch):
             blocks: list[BlockIO] = []
             for at in range(first, min(first + batch, len(rows))):
-                header, key, size = headers[len(blocks)], job.keys[positions[at]], sizes[at]
+                header, key, size = headers[len(blocks)], job.moved[positions[at]], sizes[at]
                 raw = self._memory[rows[at] * self._stride : rows[at] * self._stride + size]
                 scratch = buffers.scratch[slot * len(blocks) : slot * len(blocks) + size]
                 kind, length = codec.encode(raw, scratch)
@@ -238,12 +238,12 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------------- load
 
-    def _load(self, job: IoJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+    def _load(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         memory, stride, alignment = self._memory, self._stride, self._traits.alignment
         headers = self._buffers.get_headers.take(len(rows), self._traits.header_bytes)
         blocks = [
             BlockIO(
-                job.keys[position],
+                job.moved[position],
                 job.places[position],
                 header,
                 memory[row * stride : row * stride + size + -size % alignment],

@@ -11,7 +11,8 @@ from typing import Protocol
 from tiering.medium.block_store import BlockStore
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoJob, IoResult, IoTask
+from tiering.medium.messages import IoTask
+from tiering.secondary.contract import TransferJob
 
 
 class IoSide(Protocol):
@@ -52,8 +53,8 @@ class IoSide(Protocol):
     def busy_bytes(self) -> int:
         """Bytes of stores that keep all places busy, with as many units waiting as running."""
 
-    def submit(self, job: IoJob) -> None:
-        """Submit a job; :meth:`poll` returns its result."""
+    def submit(self, job: TransferJob) -> None:
+        """Submit a job whose blocks have places; :meth:`poll` returns it."""
 
     def run(self, task: IoTask) -> None:
         """Submit a task; :meth:`poll` calls its ``on_done``."""
@@ -62,8 +63,8 @@ class IoSide(Protocol):
     def hanging_stores(self) -> int:
         """Number of threads that run a part of a store after its deadline."""
 
-    def poll(self) -> Sequence[IoResult]:
-        """Return the results of the jobs that have ended since the last call."""
+    def poll(self) -> Sequence[TransferJob]:
+        """Return the jobs that have ended since the last call, with their outcomes: nothing of them runs any more."""
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tiering.errors import OverdueError
 from tiering.medium.block_store import Done, Outcome
-from tiering.medium.messages import IoJob, IoResult
+from tiering.secondary.contract import TransferJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LoadQueue:
 class _Store:
     """One store that has not ended."""
 
-    job: IoJob
+    job: TransferJob
     blocks: int
     """Number of blocks."""
     raw_bytes: int
@@ -89,7 +89,7 @@ class StoreQueue:
         self._ratio = bytes_ratio
         self._running: _Store | None = None
         self._waiting: dict[int, _Store] = {}
-        self._ended: list[IoResult] = []
+        self._ended: list[TransferJob] = []
         self._last_end = 0.0
         self.jobs = 0
         """Number of stores submitted."""
@@ -100,24 +100,24 @@ class StoreQueue:
         self.written_seconds = 0.0
         """Seconds during which the medium wrote."""
 
-    def submit(self, job: IoJob, now: float) -> None:
+    def submit(self, job: TransferJob, now: float) -> None:
         """Add a store, which begins at once if the medium writes nothing."""
         self.jobs += 1
-        store = _Store(job, len(job.keys), sum(job.sizes))
+        store = _Store(job, len(job.moved), sum(job.sizes))
         if self._running is None:
             self._begin(store, now)
         else:
             self._waiting[job.job_id] = store
 
-    def take_ended(self, now: float) -> list[IoResult]:
-        """Return the results of the stores that have ended until ``now`` and were not returned yet."""
+    def take_ended(self, now: float) -> list[TransferJob]:
+        """Return the stores that have ended until ``now`` and were not returned yet."""
         ended, self._ended = self._ended, []
         waiting = self._waiting
         while (running := self._running) is not None:
             head = next(iter(waiting.values()), None)
             if head is not None and head.job.deadline <= min(running.end, now):
                 del waiting[head.job.job_id]
-                ended.append(_result(head, OverdueError("the store waited longer than the tier's deadline")))
+                ended.append(_ended(head, OverdueError("the store waited longer than the tier's deadline")))
                 continue
             if running.end > now:
                 break
@@ -149,17 +149,16 @@ class StoreQueue:
         store.begun, store.end = now, now + self._seconds(store)
         self._running = store
 
-    def _end(self, running: _Store) -> IoResult:
+    def _end(self, running: _Store) -> TransferJob:
         self._running = None
         self._last_end = running.end
         self.blocks += running.blocks
         self.written_bytes += int(running.raw_bytes * self._ratio)
         self.written_seconds += running.end - running.begun
-        return _result(running, Done.DONE)
+        return _ended(running, Done.DONE)
 
 
-def _result(store: _Store, outcome: Outcome) -> IoResult:
-    """Return the result of a store whose blocks have ended with ``outcome``."""
-    job = store.job
-    moved = store.raw_bytes if outcome is Done.DONE else 0
-    return IoResult(job, [outcome] * len(job.keys), moved, 0.0)
+def _ended(store: _Store, outcome: Outcome) -> TransferJob:
+    """Return the job of a store whose blocks have ended with ``outcome``."""
+    store.job.outcomes = [outcome] * store.blocks
+    return store.job

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, repeat
+from itertools import compress, count, repeat
 from typing import Any
 
 from tiering.errors import OverdueError, StoreError
@@ -15,9 +15,10 @@ from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.medium.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoJob, IoKind, IoResult, IoTask
+from tiering.medium.messages import IoTask
 from tiering.replay.model import MediumModel
 from tiering.replay.queues import LoadQueue, Speed, StoreQueue
+from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BlockTierOptions
 
 SLOT_HEADER_BYTES = 4096
@@ -153,7 +154,7 @@ class SimulatedIo:
         self._ratio = bytes_ratio
         self._clock = clock
         self._order = count()
-        self._loads: list[tuple[float, int, IoJob, Outcome | None]] = []
+        self._loads: list[tuple[float, int, TransferJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
 
     def next_answer(self) -> float:
@@ -175,9 +176,9 @@ class SimulatedIo:
         """Bytes of stores that keep the medium busy."""
         return 2 * self.store_depth * (SINGLE_UNIT_BYTES if self.store.named else BATCH_UNIT_BYTES)
 
-    def submit(self, job: IoJob) -> None:
+    def submit(self, job: TransferJob) -> None:
         now = self._clock.now
-        if job.kind is IoKind.STORE:
+        if not job.is_promotion:
             self.stores.submit(job, now)
             return
         queue, stats = self.loads, self.stats
@@ -187,13 +188,13 @@ class SimulatedIo:
             overdue = OverdueError("the load waited longer than the tier's deadline")
             self._add_load(job, max(job.deadline, now), overdue)
             return
-        blocks, moved = len(job.keys), int(sum(job.sizes) * self._ratio)
+        blocks, moved = len(job.moved), int(sum(job.sizes) * self._ratio)
         stats.read_seconds += queue.add(start, blocks, moved)
         stats.requests += blocks
         stats.read_bytes += moved
         self._add_load(job, queue.free_at, None)
 
-    def _add_load(self, job: IoJob, end: float, failure: Outcome | None) -> None:
+    def _add_load(self, job: TransferJob, end: float, failure: Outcome | None) -> None:
         heapq.heappush(self._loads, (end, next(self._order), job, failure))
 
     def run(self, task: IoTask) -> None:
@@ -213,12 +214,12 @@ class SimulatedIo:
         end = self._clock.now + (self._latency if task.name == "probe" else 0.0)
         heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
 
-    def poll(self) -> Sequence[IoResult]:
+    def poll(self) -> Sequence[TransferJob]:
         now, tasks, loads = self._clock.now, self._tasks, self._loads
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
-        ended: list[IoResult] = []
+        ended: list[TransferJob] = []
         while loads and loads[0][0] <= now:
             _, _, job, failure = heapq.heappop(loads)
             ended.append(self._loaded(job, failure))
@@ -226,29 +227,20 @@ class SimulatedIo:
             ended += self._stored(now)
         return ended
 
-    def _loaded(self, job: IoJob, failure: Outcome | None) -> IoResult:
-        outcomes: list[Outcome]
+    def _loaded(self, job: TransferJob, failure: Outcome | None) -> TransferJob:
         if failure is not None:
-            outcomes = [failure] * len(job.keys)
+            job.outcomes = [failure] * len(job.moved)
         else:
-            held = self.store.held(job.places)
-            outcomes = [Done.DONE] * len(held)
-            if False in held:
-                outcomes = [Done.DONE if there else Done.ABSENT for there in held]
-        return IoResult(job, outcomes, sum(job.sizes), 0.0)
+            job.outcomes = [Done.DONE if there else Done.ABSENT for there in self.store.held(job.places)]
+        return job
 
-    def _stored(self, now: float) -> list[IoResult]:
-        """Return the results of the stores that have ended, and hold their blocks."""
+    def _stored(self, now: float) -> list[TransferJob]:
+        """Return the stores that have ended, and hold their blocks."""
         stores, stats = self.stores, self.stats
         before = stores.blocks
         ended = stores.take_ended(now)
-        for job, outcomes, _, _ in ended:
-            done = outcomes.count(Done.DONE)
-            self.store.hold(
-                job.places
-                if done == len(outcomes)
-                else [place for place, outcome in zip(job.places, outcomes, strict=True) if outcome is Done.DONE]
-            )
+        for job in ended:
+            self.store.hold(list(compress(job.places, [outcome is Done.DONE for outcome in job.outcomes])))
         stats.requests += stores.blocks - before
         stats.written_bytes, stats.written_seconds = stores.written_bytes, stores.written_seconds
         return ended

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext, RequestOffloadingContext
-from tiering.api.transfer import Rows
+from tiering.api.transfer import Done, Outcome, Place, Rows
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.tier_stats import TierStats
@@ -36,13 +37,7 @@ HELD_FOR = 600.0
 """Seconds for which a tier that holds a block is assumed to hold it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferJob:
-    """Transfer of blocks between rows of the primary tier and one secondary tier.
-
-    Until the tier reports the job, the tier may touch these rows and no other component writes them.
-    """
-
+class _Order(NamedTuple):
     job_id: int
     """Number of the job, unique among the jobs in flight."""
     keys: Sequence[OffloadKey]
@@ -53,10 +48,60 @@ class TransferJob:
     """True for a load (the tier fills the rows), False for a store (the tier reads the rows)."""
     req_context: ReqContext
     """Context of the request that caused the transfer."""
-    submitted_at: float = field(default_factory=time.monotonic)
-    """Time of submission on the tier's clock, in seconds; default: now."""
+    submitted_at: float = 0.0
+    """Time of submission on the tier's clock, in seconds; default 0."""
     is_fill: bool = False
     """True for a store of blocks that were just promoted from a slower tier; default False."""
+    deadline: float = math.inf
+    """Time on the tier's clock by which the job should have ended; default: none."""
+
+
+class TransferJob(_Order):
+    """Transfer of blocks between rows of the primary tier and one secondary tier, from its order to its outcomes.
+
+    The manager makes the job, and no tier can change what it orders. Until the tier reports the job, the tier may touch
+    these rows and no other component writes them. A tier may keep attributes of its own on the job. A block tier adds
+    the attributes below, and the job travels to the threads that move the bytes, and back.
+    """
+
+    moved: Sequence[OffloadKey] = ()
+    """Keys of the blocks that are moved, ``keys`` or some of them; all sequences below are co-indexed with them."""
+    rows: Sequence[int]
+    """Primary row of each block."""
+    places: Sequence[Place]
+    """Place of each block on the medium."""
+    sizes: Sequence[int]
+    """Raw bytes of each block, without padding."""
+    outcomes: list[Outcome]
+    """Outcome of each block; complete when the job has ended, and guarded by the I/O side before."""
+    held: Sequence[OffloadKey] = ()
+    """Keys of a store that are not moved, because the medium holds them already; default: none."""
+    fingerprint: bytes = b""
+    """Fingerprint of the namespace in which blocks are written, and which blocks must carry when read."""
+    unfinished: int = 1
+    """Number of units of the job that have not ended; guarded by the I/O side."""
+
+    @property
+    def verb(self) -> str:
+        """The word ``load`` or ``store``, for log lines."""
+        return "load" if self.is_promotion else "store"
+
+    @property
+    def moved_bytes(self) -> int:
+        """Raw bytes of the blocks that were moved."""
+        return sum(compress(self.sizes, [outcome is Done.DONE for outcome in self.outcomes]))
+
+    def move(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], places: Sequence[Place], sizes: Sequence[int]
+    ) -> None:
+        """Set the blocks to move; no outcome is known yet."""
+        self.moved, self.rows, self.places, self.sizes = keys, rows, places, sizes
+        self.outcomes = [Done.ABSENT] * len(keys)
+
+    def keep(self, chosen: Sequence[bool]) -> None:
+        """Move only those blocks for which ``chosen`` is True."""
+        keys, rows = list(compress(self.moved, chosen)), list(compress(self.rows, chosen))
+        self.move(keys, rows, list(compress(self.places, chosen)), list(compress(self.sizes, chosen)))
 
 
 class JobResult(NamedTuple):
@@ -225,6 +270,11 @@ class TierTraits:
     """
     intake: TierIntake | None = None
     """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
+
+    def deadline(self, now: float, *, load: bool) -> float:
+        """Return the time by which a load, or else a store, that is submitted at ``now`` should have ended."""
+        limit = self.load_deadline if load or self.store_deadline is None else self.store_deadline
+        return math.inf if limit is None else now + limit
 
 
 class SecondaryTierManager(ABC):

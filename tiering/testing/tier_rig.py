@@ -15,6 +15,7 @@ import numpy as np
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
+from tiering.api.transfer import Rows
 from tiering.secondary.contract import (
     JobResult,
     SecondaryTierManager,
@@ -125,7 +126,7 @@ class TierRig:
             self.rows[row, : self.size(key)] = np.frombuffer(self.content(key), np.uint8)
         self._jobs += 1
         self._stores[self._jobs] = dict(zip(rows.tolist(), keys, strict=True))
-        self.tier.submit_store(TransferJob(self._jobs, list(keys), rows, False, REQUEST, self.context.clock()))
+        self.tier.submit_store(self._job(keys, rows, load=False))
         return self._jobs
 
     def submit_load(self, keys: Sequence[OffloadKey], first_row: int = 32) -> int:
@@ -133,8 +134,13 @@ class TierRig:
         rows = np.arange(first_row, first_row + len(keys))
         self.rows[rows] = 0xEE
         self._jobs += 1
-        self.tier.submit_load(TransferJob(self._jobs, list(keys), rows, True, REQUEST, self.context.clock()))
+        self.tier.submit_load(self._job(keys, rows, load=True))
         return self._jobs
+
+    def _job(self, keys: Sequence[OffloadKey], rows: Rows, *, load: bool) -> TransferJob:
+        now = self.context.clock()
+        deadline = self.tier.traits.deadline(now, load=load)
+        return TransferJob(self._jobs, list(keys), rows, load, REQUEST, now, deadline=deadline)
 
     def step(self) -> StepEnd:
         """End a step, and return the tier's state."""

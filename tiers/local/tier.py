@@ -23,9 +23,8 @@ from tiering.medium.block_store import Done, Outcome, Place
 from tiering.medium.chore import Backoff, Chore
 from tiering.medium.files import Files
 from tiering.medium.layers.breaker import BreakerState
-from tiering.medium.messages import IoKind, IoResult
 from tiering.medium.side import IoSide
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import TierContext, TransferJob
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
@@ -224,28 +223,28 @@ class LocalTier(BlockTier):
         super().retire(places)
         self._bad_slots.add(places, suspect=True)
 
-    def on_result(self, result: IoResult) -> None:
-        failed = result.outcomes.count(Done.DONE) < len(result.outcomes)
-        failed = failed and any(isinstance(outcome, StoreError) for outcome in result.outcomes)
+    def on_result(self, job: TransferJob) -> None:
+        failed = job.outcomes.count(Done.DONE) < len(job.outcomes)
+        failed = failed and any(isinstance(outcome, StoreError) for outcome in job.outcomes)
         if failed:
             self._inspections.hurry()
-        elif result.job.kind is IoKind.STORE:
+        elif not job.is_promotion:
             self._inspections.wanted = True
         suspects: list[Place] = [*self.store.take_suspects()]
         if failed:
-            found = zip(result.job.places, result.outcomes, strict=True)
+            found = zip(job.places, job.outcomes, strict=True)
             suspects += [place for place, outcome in found if isinstance(outcome, UnsyncedError)]
         if suspects:
             self._suspect(suspects)
-        if result.job.kind is not IoKind.STORE:
+        if job.is_promotion:
             return
         self._checkpoints.changed = True
-        full = [position for position, outcome in enumerate(result.outcomes) if _is_full(outcome)] if failed else []
+        full = [position for position, outcome in enumerate(job.outcomes) if _is_full(outcome)] if failed else []
         if full:
-            keys = [result.job.keys[position] for position in full]
-            places = [result.job.places[position] for position in full]
+            keys = [job.moved[position] for position in full]
+            places = [job.places[position] for position in full]
             self.index.states.retire_full(keys, np.array(places, np.int64))
-            self._growth.writes_refused(len(full), str(result.outcomes[full[0]]))
+            self._growth.writes_refused(len(full), str(job.outcomes[full[0]]))
 
     def revoked_places(self) -> Collection[Place]:
         states = self.index.states

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.medium.io_fakes import Primary, make_job, outcome_names
+from tests.medium.io_fakes import LOAD, STORE, Primary, make_job, outcome_names
 from tiering.medium.block_store import Done, Outcome
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoKind
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
@@ -101,12 +100,12 @@ class Rig:
     def put(self, first: int) -> list[Outcome]:
         """Store blocks ``first`` and the next ones into slots 0 to 3."""
         numbers = range(first, first + COUNT)
-        return self._pipeline.run(make_job(self.primary, IoKind.STORE, numbers, places=range(COUNT)), range(COUNT))
+        return self._pipeline.run(make_job(self.primary, STORE, numbers, places=range(COUNT)), range(COUNT))
 
     def get(self, first: int) -> list[Outcome]:
         """Load the same blocks from slots 0 to 3, and check that those that arrive are right."""
         numbers, rows = range(first, first + COUNT), range(2 * COUNT, 3 * COUNT)
-        job = make_job(self.primary, IoKind.LOAD, numbers, rows=rows, places=range(COUNT))
+        job = make_job(self.primary, LOAD, numbers, rows=rows, places=range(COUNT))
         self.primary.rows[2 * COUNT :] = 0
         outcomes = self._pipeline.run(job, range(COUNT))
         for number, row, outcome in zip(numbers, rows, outcomes, strict=True):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError, PlaceLostError, StoreError, WritesRefusedError
 from tiering.medium.block_store import BlockIO, BlockStore, Outcome, Place, StoreProbe
 from tiering.medium.layers.layer import StoreLayer
-from tiering.medium.messages import IoKind
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.options import BreakerOptions
 
@@ -221,9 +220,9 @@ class Breakers:
             Breaker(options, name=name, clock=clock, jitter=jitter, what="taking no stores"),
         )
 
-    def allows(self, kind: IoKind) -> bool:
-        """Return True if a job of ``kind`` may start now; changes nothing."""
-        return self.reads.allows() and (kind is IoKind.LOAD or self.writes.allows())
+    def allows(self, *, load: bool) -> bool:
+        """Return True if a load, or else a store, may start now; changes nothing."""
+        return self.reads.allows() and (load or self.writes.allows())
 
     @property
     def state(self) -> BreakerState:
