@@ -80,7 +80,6 @@ class TierLife:
         self._hooks = hooks
         self._jobs = jobs
         self._place_prefix = place_prefix
-        self._coordination = parts.coordination
         writes = options.admission != "none"
         self._agreement = context.agreement
         self._opener = Opener(
@@ -197,11 +196,11 @@ class TierLife:
 
     def drain(self, deadline: float) -> bool:
         """Wait at most until ``deadline`` for all jobs to end, and return True if none runs."""
-        self.wait(self._jobs.begin_claimed, deadline)
+        self.wait(self._jobs.begin_decided, deadline)
         self._io.drain(deadline)
         self._jobs.poll()
         self.wait(lambda: not self._jobs.places_wanted or self._index.places_ready > 0, deadline)
-        return self._jobs.begin_claimed() and not self._jobs.running
+        return self._jobs.begin_decided() and not self._jobs.running
 
     def reset(self, deadline: float, revision: str | None) -> bool:
         """Begin a new epoch, and return True if the invalidation of all older blocks is certain.
@@ -251,7 +250,7 @@ class TierLife:
         self._refresh()
         now = self._clock()
         self.drain(now + (deadline - now) * _DRAIN_SHARE)
-        self._jobs.drop_claimed()
+        self._jobs.drop_undecided()
         if first:
             try:
                 self._hooks.before_close(now + (deadline - now) * _PREPARE_SHARE)
@@ -259,10 +258,8 @@ class TierLife:
                 logger.exception("tier %s: preparing the shutdown failed; the tier closes all the same", self._name)
         self._closed = self._io.close(deadline)
         self._jobs.poll()
-        if self._coordination is not None and not self._coordination.close(deadline - self._clock()):
-            logger.warning(
-                "tier %s: a thread of its coordination ends later, with the process at the latest", self._name
-            )
+        if not self._index.close(deadline - self._clock()):
+            logger.warning("tier %s: a thread of its index ends later, with the process at the latest", self._name)
         if self._closed:
             self._opener.close(deadline - self._clock())
         else:
@@ -298,8 +295,6 @@ class TierLife:
     def _leave_epoch(self) -> None:
         """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
         self._jobs.leave()
-        if self._coordination is not None:
-            self._coordination.leave()
         self.namespace = self._common = None
         self._watch.watch(None)
         if self._record is not None:
@@ -458,8 +453,6 @@ class TierLife:
         self._watch.watch(namespace if common is not None else None)
         if self._place_prefix is not None:
             self._index.enter(self._place_prefix(namespace))
-            if self._coordination is not None:
-                self._coordination.enter(self._place_prefix(namespace))
         first, self.opened = not self.opened, True
         if first:
             self._hooks.on_opened(namespace)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tiering.api.namespace import Namespace
-from tiering.block_tier.coordination import Coordination
 from tiering.block_tier.event_log import EventLog
 from tiering.block_tier.intake import Intake
 from tiering.index.tier_index import TierIndex
@@ -39,8 +38,6 @@ class TierParts:
     """Events of the tier."""
     stats: TierStats
     """Counters that the scheduler's thread updates."""
-    coordination: Coordination | None = None
-    """Coordination with the other machines that share the medium; None (default): there is none."""
 
 
 class TierHooks(ABC):

@@ -16,7 +16,6 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_tier.coordination import Coordination
 from tiering.block_tier.event_log import EventLog
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
 from tiering.block_tier.life import PlacePrefix, TierLife
@@ -81,7 +80,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             the tier enters an epoch. Default: the names of namespace and epoch if the medium is shared, else none.
         element_size: bytes of one KV element, by which compression splits; default 2.
         io: I/O side to use; default: a new one.
-        coordination: coordination with the other machines that share the medium; default: none.
 
     Raises:
         ConfigError: the options are not those of a block tier, or the medium does not support their compression.
@@ -97,7 +95,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         place_prefix: PlacePrefix | None = None,
         element_size: int = 2,
         io: IoSide | None = None,
-        coordination: Coordination | None = None,
     ) -> None:
         if not isinstance(options, BlockTierOptions):
             raise ConfigError(
@@ -134,11 +131,10 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
 
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
-        self._coordination = coordination
-        self._ask = self.io.store.probe if coordination is None else partial(coordination.ask, self.io.store.probe)
+        self._ask = partial(index.ask, self.io.store.probe)
         self._intake = Intake.build(options.admission, context.group_bytes, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
-        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats, coordination)
+        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = BlockTransfers(parts, self)
         named = places.place_prefix if index.shared else None
         self._life = TierLife(parts, self, self._jobs, place_prefix or named)
@@ -229,21 +225,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
         self._intake.offers.add(self.index.end_probe(probe, held, now), now)
-        if self._coordination is not None and held != len(probe.keys):
-            first = probe.keys[held or 0]
-            self._coordination.watch([first], [probe.place_of(first)])
-
-    def _hear(self, coordination: Coordination) -> None:
-        """Process the notices of the other machines."""
-        heard, left = coordination.take(), self._jobs.left
-        if heard is not None:
-            self.index.learn(heard.stored, self._clock())
-            self._intake.admission.want(heard.touched)
-        if left is not None:
-            if heard is not None:
-                left.stored(heard.stored)
-            if lapsed := left.take_lapsed(self._clock()):
-                self._offer(lapsed)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -274,9 +255,13 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._jobs.poll()
-        if self._coordination is not None:
-            self._hear(self._coordination)
-        self._life.tick(self._clock())
+        now = self._clock()
+        touched, lapsed = self.index.take_hints(now)
+        if touched:
+            self._intake.admission.want(touched)
+        if lapsed:
+            self._offer(lapsed)
+        self._life.tick(now)
         return self._jobs.take_finished()
 
     # ---------------------------------------------------------------------------------------------------------- notices
@@ -323,8 +308,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         Args:
             offered: seconds for which the hook need not be called; None: it is called in every step.
         """
-        if self._coordination is not None:
-            return 0.0  # Nobody announces the notices of other machines.
         calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
         if not calm or offered is None:
             return 0.0
@@ -384,6 +367,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             available=int(self._life.serving),
             writable=int(self._life.storing),
             private_epoch=int(self._life.private),
-            coordinated=int(self._coordination is not None and self._coordination.ready),
+            coordinated=int(self.index.coordinated),
             job_latency=list(stats.job_latency),
         )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
+from operator import not_
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
-from tiering.block_tier.claims import LeftBlocks, StoreClaims
 from tiering.block_tier.corrupt import CorruptBlocks
 from tiering.block_tier.credit import StoreCredit
 from tiering.block_tier.failures import FailureLog
@@ -58,11 +58,8 @@ class BlockTransfers:
         self._stats = parts.stats
         self._hooks = hooks
         self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
-        self._coordination = parts.coordination
-        self._claims = None if parts.coordination is None else StoreClaims(parts.coordination, context.clock)
-        self.left = None if parts.coordination is None else LeftBlocks(parts.coordination.lapse_seconds)
-        """Blocks left to other machines; None without coordination."""
-        self._tells_touches = parts.coordination is not None and parts.options.admission == "second_touch"
+        self._undecided: dict[int, tuple[TransferJob, Callable[[float], Sequence[bool] | None]]] = {}
+        """Stores whose plan is undecided, in their order, each with the function that decides."""
         self._not_begun = (math.inf, "")
         """Deadline and request of the last load that was not taken up.
 
@@ -89,8 +86,7 @@ class BlockTransfers:
         if len(positions) == len(keys):
             return None
         self._stats.stores_declined += len(keys) - len(positions)
-        if self._tells_touches:
-            self._tell_touches(keys, positions)
+        self._index.declined(keys, positions)
         return positions
 
     def credit(self, wanted: int, seconds: float) -> int:
@@ -100,17 +96,10 @@ class BlockTransfers:
         self.places_wanted = limit if limit > ready else 0
         return int(min(limit, ready))
 
-    def _tell_touches(self, keys: Sequence[OffloadKey], admitted: list[int]) -> None:
-        """Let the fleet count a touch of those of ``keys`` that were not admitted."""
-        taken = set(admitted)
-        keys = [key for position, key in enumerate(keys) if position not in taken]
-        if self._coordination is not None:
-            self._coordination.declined(keys, [place for place in self._index.begin_load(keys) if place is not None])
-
     def store(self, job: TransferJob) -> None:
         """Submit a store, as far as the index has places."""
         keys, stats = job.keys, self._stats
-        planned, places, already_held, evicted = self._index.plan_store(keys, self._clock())
+        planned, places, already_held, evicted, decision = self._index.plan_store(keys, self._clock())
         if evicted:
             stats.evictions += len(evicted)
             self._events.removed(evicted)
@@ -129,41 +118,39 @@ class BlockTransfers:
         job.move(keys, rows, places, self._sizes(keys))
         stats.cascades_active += len(keys)
         self.stored = True
-        if self._claims is None or not self._claims.hold(job):
+        if decision is None:
             self._submit(job)
+        else:
+            self._undecided[job.job_id] = job, decision
 
     def _give_back(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
-        """Give back the places of blocks that this machine does not upload."""
+        """Give back the places of blocks that are not written."""
         self._stats.cascades_active -= len(keys)
         self._index.end_store(keys, places, [False] * len(keys), self._clock())
 
-    def begin_claimed(self) -> bool:
-        """Begin the stores whose claims are answered; blocks that another machine uploads are left to it.
-
-        Returns:
-            True if no store waits for an answer any more.
-        """
-        if self._claims is None or self._coordination is None:
-            return True
-        for job, granted in self._claims.take_decided():
-            if granted is not None and not all(granted):
-                others = [not grant for grant in granted]
-                keys, places = list(compress(job.moved, others)), list(compress(job.places, others))
-                job.keep(granted)
-                self._give_back(keys, places)
-                self._stats.stores_left += len(keys)
-                self._coordination.watch(keys, places)
-                if self.left is not None:
-                    self.left.add(keys, self._clock())
+    def begin_decided(self) -> bool:
+        """Begin the stores whose plans are decided by now, in their order, and return True if none is undecided."""
+        while self._undecided:
+            job, decision = next(iter(self._undecided.values()))
+            chosen = decision(self._clock())
+            if chosen is None:
+                return False
+            del self._undecided[job.job_id]
+            if False in chosen:
+                left = list(map(not_, chosen))
+                self._give_back(list(compress(job.moved, left)), list(compress(job.places, left)))
+                self._stats.stores_left += left.count(True)
+                job.keep(chosen)
             if job.moved:
                 self._submit(job)
             else:
                 self._finish(job, job.held)
-        return not self._claims
+        return True
 
-    def drop_claimed(self) -> None:
-        """Drop the stores that wait for an answer to a claim."""
-        for job in () if self._claims is None else self._claims.take_all():
+    def drop_undecided(self) -> None:
+        """Drop the stores whose plans are undecided."""
+        undecided, self._undecided = self._undecided, {}
+        for job, _ in undecided.values():
             self._give_back(job.moved, job.places)
             self._stats.stores_dropped += len(job.moved)
             self._finish(job, ())
@@ -225,12 +212,12 @@ class BlockTransfers:
     @property
     def unreported(self) -> bool:
         """True if there are jobs that :meth:`take_finished` has not returned."""
-        return bool(self._running or self._finished or self._claims)
+        return bool(self._running or self._finished or self._undecided)
 
     @property
     def calm(self) -> bool:
         """True if nothing happens here before the I/O side ends a job or a task, or another job is submitted."""
-        return not (self._finished or self._claims or self.overdue.deadlines)
+        return not (self._finished or self._undecided or self.overdue.deadlines)
 
     def take_finished(self) -> list[JobResult]:
         """Return the results of the jobs that have ended since the last call."""
@@ -238,11 +225,11 @@ class BlockTransfers:
         return finished
 
     def poll(self) -> None:
-        """Process the jobs and tasks that the I/O side has ended, and begin stores whose claims are answered."""
+        """Process the jobs and tasks that the I/O side has ended, and begin stores whose plans are decided."""
         for job in self._io.poll():
             self._end(job)
-        if self._claims:
-            self.begin_claimed()
+        if self._undecided:
+            self.begin_decided()
 
     def expire(self, now: float) -> None:
         """Count the loads that are overdue at ``now`` as failures of the medium."""
@@ -283,16 +270,11 @@ class BlockTransfers:
 
     def leave(self) -> None:
         """Leave the present epoch: from now on no result counts, not even those of running jobs."""
-        for job in self._running.values():
-            if not job.is_promotion and self._coordination and self._index.holds_epoch(job.places):
-                self._coordination.released(job.places)
-        if self.left is not None:
-            self.left.clear()
         self._stale.update(self._running)
         self._fingerprint = b""
         self.stored = False
         self.places_wanted = 0
-        self.drop_claimed()
+        self.drop_undecided()
         self._finished = [result._replace(success=False, successful_keys=[]) for result in self._finished]
 
     def _finish(self, job: TransferJob, successful: Sequence[OffloadKey]) -> None:
@@ -320,10 +302,8 @@ class BlockTransfers:
             arrived = [True] * done
         else:
             arrived = [current and outcome is Done.DONE for outcome in outcomes]
-        if not job.is_promotion:
-            revoked = self._hooks.revoked_places()
-            if revoked:
-                arrived = [good and place not in revoked for good, place in zip(arrived, job.places, strict=True)]
+        if not job.is_promotion and (revoked := self._hooks.revoked_places()):
+            arrived = [good and place not in revoked for good, place in zip(arrived, job.places, strict=True)]
         keys = job.moved if False not in arrived else list(compress(job.moved, arrived))
         if job.is_promotion:
             self._end_load(job, arrived, keys, now)
@@ -338,11 +318,6 @@ class BlockTransfers:
         self._await_stores(now + self._store_deadline if self._stores else math.inf)
         self._credit.ended(len(job.moved))
         self._index.end_store(job.moved, job.places, arrived, now)
-        if self._coordination is not None and self._index.holds_epoch(job.places):
-            self._coordination.stored(list(compress(job.places, arrived)))
-            if len(stored) < len(job.moved):
-                failed = [place for place, good in zip(job.places, arrived, strict=True) if not good]
-                self._coordination.released(failed)
         self._stats.cascades += len(stored)
         self._stats.cascades_failed += len(job.moved) - len(stored)
         self._stats.cascades_active -= len(job.moved)

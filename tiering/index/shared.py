@@ -175,10 +175,8 @@ class SharedIndex(TierIndex):
             self._learn_absent(probe.keys[held : held + 1], now + self._absent_ttl)
         return self._unheld(probe.keys[held:]) if probe.offers else ()
 
-    def learn(self, keys: Sequence[OffloadKey], now: float) -> None:
-        self._learn_present(keys, now + self._present_ttl)
-
     def holds_epoch(self, places: Sequence[Place]) -> bool:
+        """Return True if ``places`` are in the present epoch."""
         return bool(places) and str(places[0]).startswith(self._prefix)
 
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from tiering.api.keys import OffloadKey
-from tiering.medium.block_store import Place
+from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer
 from tiering.table.disposal import Table
 
@@ -37,6 +37,25 @@ class StorePlan(NamedTuple):
     """Positions of keys that the medium holds."""
     evicted: Sequence[OffloadKey] = ()
     """Keys that were evicted to make room."""
+    decision: Callable[[float], Sequence[bool] | None] | None = None
+    """Function that decides which of the blocks to write, if that is undecided; None (default): all of them.
+
+    Called with the present time, the function returns None as long as it is undecided, and then True for each block to
+    write. The places of the others are given back by :meth:`TierIndex.end_store`.
+    """
+
+
+class Hints(NamedTuple):
+    """Hints from the other machines that share a medium."""
+
+    touched: Sequence[OffloadKey]
+    """Declined blocks that another machine has declined before: this was their second touch in the fleet."""
+    lapsed: Sequence[OffloadKey]
+    """Blocks that were left to other machines, which may not have stored them."""
+
+
+NO_HINTS = Hints((), ())
+"""Result of :meth:`TierIndex.take_hints` if there are none."""
 
 
 @dataclass(slots=True)
@@ -110,14 +129,29 @@ class TierIndex(ABC):
         """
         return ()
 
-    def learn(self, keys: Sequence[OffloadKey], now: float) -> None:
-        """Record that another machine has stored ``keys`` on a shared medium.
+    def ask(self, probe: Callable[[Sequence[Place]], StoreProbe], places: Sequence[Place]) -> StoreProbe:
+        """Return which of ``places`` hold a block; the default asks the medium. I/O threads call this method.
 
-        The default does nothing: on other media there are no such blocks.
+        Args:
+            probe: looks at the medium.
+            places: places of blocks.
         """
+        return probe(places)
 
-    def holds_epoch(self, places: Sequence[Place]) -> bool:
-        """Return True if ``places`` are in the present epoch; places that are slots always are."""
+    def take_hints(self, now: float) -> Hints:
+        """Return the hints of other machines since the last call; the default has none."""
+        return NO_HINTS
+
+    def declined(self, keys: Sequence[OffloadKey], admitted: Sequence[int]) -> None:
+        """Record that admission has declined all of ``keys`` but those at the positions ``admitted``."""
+
+    @property
+    def coordinated(self) -> bool:
+        """True while other machines that share the medium give hints; default False."""
+        return False
+
+    def close(self, timeout: float) -> bool:
+        """End the threads of the index within ``timeout`` seconds, and return True if none runs; default: none."""
         return True
 
     @abstractmethod

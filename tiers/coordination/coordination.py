@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from tiering.api.keys import OffloadKey
-from tiering.block_tier.coordination import Claim, Coordination, Heard
 from tiering.errors import StoreError, TemporaryStoreError
+from tiering.index.coordination import Claim, Coordination, Heard
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.runtime.flag import Flag
 from tiering.runtime.pool import ThreadPool

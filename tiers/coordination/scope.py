@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tiering.api.keys import OffloadKey
-from tiering.block_tier.coordination import Claim, Inbox
 from tiering.errors import StoreError
+from tiering.index.coordination import Claim, Inbox
 from tiering.medium.block_store import Place
 from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word

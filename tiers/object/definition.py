@@ -6,16 +6,16 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_tier.coordination import Coordination
 from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import ConfigError
+from tiering.index.coordinated import CoordinatedIndex
 from tiering.index.places import place_prefix
 from tiering.index.shared import SharedIndex, object_name
 from tiering.medium.messages import IoTask
@@ -55,22 +55,8 @@ class ObjectTier(BlockTier):
     """
 
     def __init__(self, context: TierContext, options: BucketOptions, store: ObjectStore) -> None:
-        index = SharedIndex(
-            present_ttl=options.present_ttl,
-            absent_ttl=options.absent_ttl,
-            lookup_deadline=options.lookup_deadline,
-            wait_per_block=WAIT_PER_TOKEN * tokens_per_block(context.namespace),
-            cautious_after=MISSES_IN_A_ROW,
-            on_absent=store.expect_absent,
-        )
-        super().__init__(
-            context,
-            options,
-            store,
-            index,
-            element_size=element_size(context.namespace),
-            coordination=make_coordination(context, options, store),
-        )
+        index = make_index(context, options, store)
+        super().__init__(context, options, store, index, element_size=element_size(context.namespace))
         self._store = store
         self._renews = options.renewal_age is not None
         self._warning = small_block_warning(min(context.group_bytes))
@@ -141,17 +127,25 @@ def _need_packages(options: BucketOptions) -> None:
         import_boto3()
 
 
-def make_coordination(context: TierContext, options: BucketOptions, store: ObjectStore) -> Coordination | None:
-    """Return the coordination that the options name, or None.
+def make_index(context: TierContext, options: BucketOptions, store: ObjectStore) -> SharedIndex:
+    """Return the index of a bucket, with coordination if the options name a server.
 
     Raises:
-        ConfigError: a package that it needs is missing.
+        ConfigError: a package that coordination needs is missing.
     """
+    settings: dict[str, Any] = {
+        "present_ttl": options.present_ttl,
+        "absent_ttl": options.absent_ttl,
+        "lookup_deadline": options.lookup_deadline,
+        "wait_per_block": WAIT_PER_TOKEN * tokens_per_block(context.namespace),
+        "cautious_after": MISSES_IN_A_ROW,
+        "on_absent": store.expect_absent,
+    }
     if options.coordination is None:
-        return None
+        return SharedIndex(**settings)
     from tiers.coordination.coordination import ValkeyCoordination
 
-    return ValkeyCoordination(
+    coordination = ValkeyCoordination(
         context.name,
         ServerAddress.parse(options.coordination),
         BucketIdentity(store, writes=options.admission != "none").medium,
@@ -160,6 +154,7 @@ def make_coordination(context: TierContext, options: BucketOptions, store: Objec
         announce=context.news.announce,
         on_absent=store.expect_absent,
     )
+    return CoordinatedIndex(coordination, counts_touches=options.admission == "second_touch", **settings)
 
 
 def tokens_per_block(namespace: Namespace) -> int:

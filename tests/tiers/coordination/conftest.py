@@ -9,7 +9,7 @@ import pytest
 from examples.valkey_server import ValkeyServer
 from tests.fake_s3 import FakeS3
 from tests.tiers.coordination.fleet import Fleet
-from tiering.block_tier import claims
+from tiering.index import coordinated
 from tiering.testing.tier_rig import PATIENCE_SECONDS
 from tiers.coordination import coordination
 from tiers.valkey.client import ServerAddress, ValkeyClient
@@ -22,7 +22,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     Otherwise machines do without a server that is slow, and stores begin without an answer to their claims.
     """
     monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(claims, "CLAIM_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(coordinated, "CLAIM_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

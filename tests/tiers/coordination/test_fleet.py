@@ -15,8 +15,8 @@ from tests.tiers import pool_machine
 from tests.tiers.coordination.fleet import Fleet, find, medium_of, ready
 from tests.tiers.machines import ROOT
 from tiering import load_stack, open_manager
-from tiering.block_tier import claims
-from tiering.block_tier.coordination import Claim
+from tiering.index import coordinated
+from tiering.index.coordination import Claim
 from tiering.index.places import place_prefix
 from tiering.testing.clock import FakeClock
 from tiering.testing.tier_tests import K
@@ -142,7 +142,7 @@ class TestWithoutAServer:
         self, own_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", 0.2)
-        monkeypatch.setattr(claims, "CLAIM_SECONDS", 0.1)
+        monkeypatch.setattr(coordinated, "CLAIM_SECONDS", 0.1)
         one, two = own_fleet.machine(), own_fleet.machine()
         with own_fleet.server.paused():
             assert one.store(K[:4]) == K[:4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.block_tier.coordination import Claim
+from tiering.index.coordination import Claim
 from tiers.coordination.directory import Directory, digests_of, load_scripts
 from tiers.coordination.scope import Scope
 from tiers.valkey.client import ValkeyClient

@@ -10,11 +10,10 @@ import pytest
 from tests.block_tier.fakes import FakeIo, FakeStore, make_context
 from tests.block_tier.rig import CTX, K
 from tiering.api.keys import OffloadKey
-from tiering.block_tier.claims import LeftBlocks
-from tiering.block_tier.coordination import CLAIM_SECONDS, Claim, Coordination, Heard, Inbox
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import TemporaryStoreError
-from tiering.index.shared import SharedIndex
+from tiering.index.coordinated import CoordinatedIndex, LeftBlocks
+from tiering.index.coordination import CLAIM_SECONDS, Claim, Coordination, Heard, Inbox
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer, TransferJob
 from tiering.secondary.options import BlockTierOptions
@@ -91,10 +90,9 @@ class Rig:
             make_context(self.clock),
             chosen,
             self.store,
-            SharedIndex(),
+            CoordinatedIndex(self.fleet, counts_touches=chosen.admission == "second_touch"),
             place_prefix=lambda namespace: f"{namespace.epoch.hex()}/",
             io=self.io,
-            coordination=self.fleet,
         )
         assert self.tier.open(self.clock() + 1)
         self._jobs = 0
@@ -120,7 +118,7 @@ def test_a_store_waits_for_the_answer_and_uploads_what_is_granted() -> None:
     rig.fleet.claims[0].granted = [True, False, True, False]
     assert rig.finished() == []
     (upload,) = rig.io.jobs
-    assert (upload.keys, upload.rows, rig.fleet.watched) == ([K[0], K[2]], [0, 2], [K[1], K[3]])
+    assert (upload.moved, upload.rows, rig.fleet.watched) == ([K[0], K[2]], [0, 2], [K[1], K[3]])
     rig.io.finish(job)
     assert rig.finished() == [(job, [K[0], K[2]])]
     stats = rig.tier.get_stats()
@@ -267,7 +265,7 @@ def test_blocks_that_were_left_before_a_reset_are_not_asked_for() -> None:
 
 
 def test_the_blocks_that_are_remembered_as_left_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiering.block_tier.claims.MAX_LEFT", 3)
+    monkeypatch.setattr("tiering.index.coordinated.MAX_LEFT", 3)
     left = LeftBlocks(LAPSE, lambda: 0.0)
     left.add(K[:2], 0.0)
     left.add(K[2:4], 0.0)
