@@ -142,8 +142,6 @@ class Machine:
     def __init__(self, world: World, number: int, clock: FakeClock) -> None:
         self.world, self.number, self.clock = world, number, clock
         self.agreement = EpochAgreement()
-        self.agreement.in_use = lambda: self.used
-        self.used = False
         self.weights = START
         self.rows: dict[OffloadKey, Block] = {}
         self.moved: dict[int, list[Block]] = {}
@@ -210,8 +208,7 @@ class Machine:
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
         """Use a prefix: from the rows, from a tier, or by computing it."""
-        self.used = True
-        self.agreement.in_use()
+        self.agreement.in_use = True
         for key in keys:
             if key in self.rows:
                 self.check(self.rows[key])

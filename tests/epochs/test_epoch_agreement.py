@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self, machine: Machine, used: bool) -> None:
         agreement = EpochAgreement()
-        agreement.in_use = lambda: used
+        agreement.in_use = used
         self.agreement = agreement
         self.disk = Rig(store=machine.disk, agreement=agreement, name="disk")
         self.shared = {

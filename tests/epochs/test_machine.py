@@ -267,7 +267,7 @@ def agreement(machine: Machine) -> EpochAgreement:
     agreed = EpochAgreement()
     agreed.known = machine.marks
     agreed.met = {medium_id(MEDIUM): MetEpoch(b"")} if machine.met else {}
-    agreed.in_use = lambda: machine.served
+    agreed.in_use = machine.served
     return agreed
 
 

@@ -166,7 +166,7 @@ class TestAnotherSharedTier:
         assert available(rig) == (1, 1)
 
     def test_is_not_used_before_the_rows_are_empty(self, rig: Rig) -> None:
-        rig.context.agreement.in_use = lambda: True
+        rig.context.agreement.in_use = True
         old = rig.epoch
         self.learn(rig, dropped=False)
         assert (rig.tier.superseded(), available(rig), rig.epoch) == (True, (0, 0), old)
@@ -370,7 +370,7 @@ class TestLostDocuments:
 
     def test_count_if_a_look_finds_them_that_the_tier_does_not_hear_of(self, rig: Rig) -> None:
         # The look has been waiting for a thread since before the tier opened its medium again.
-        rig.context.agreement.in_use = lambda: True
+        rig.context.agreement.in_use = True
         rig.clock.advance(LOOK_SECONDS)
         rig.finished()
         rig.context.agreement.learn([new_invalidation()], dropped=True)

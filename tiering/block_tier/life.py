@@ -334,7 +334,7 @@ class TierLife:
             return self._record.compare(medium, met)
         # The rows may hold blocks of this tier.
         younger = self._common is None or self._common.covers(met.invalidations)
-        return None if younger or not self._agreement.in_use() else False
+        return None if younger or not self._agreement.in_use else False
 
     def invalidated(self, *, dropped: bool) -> None:
         """Leave the present epoch if its blocks may be older than an invalidation that was just found.
@@ -347,7 +347,7 @@ class TierLife:
                 return
         elif self._common is None or self._common.covers(self._agreement.known):
             return
-        if self._agreement.in_use() and not dropped:
+        if self._agreement.in_use and not dropped:
             # The rows may hold blocks of this tier.
             self.outdated = True
         elif self._record is None:

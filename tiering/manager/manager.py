@@ -100,7 +100,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Announcements of finished jobs; :mod:`tiering.manager.waiting` listens to them."""
         self._owner = OwnerThread(enabled=one_thread)
         self.primary_tier = primary_tier
-        primary_tier.before_reset = self._before_reset
+        primary_tier.attach(self._before_reset)
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._readable = primary_tier.readable
         self._enable_events = enable_events
@@ -128,10 +128,8 @@ class TieringOffloadingManager(OffloadingManager):
             self.news, all(tier.traits.announces_news for tier in self.secondary_tiers), clock
         )
         self._rest = Rest(self.news)
-        self._requests = Requests(self._tiers, clock)
+        self._requests = Requests(self._tiers, agreement or EpochAgreement(), clock)
         self._known = self._requests.known
-        if agreement is not None:
-            agreement.in_use = lambda: self._requests.begun
         self._shut_down = False
         self._advisor = advisor
         inert_in_children(self, InertManager)

@@ -14,6 +14,7 @@ from tiering.errors import ConfigError
 from tiering.manager.answers import POLICY
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.runtime.ratelimit import LimitedWarning
+from tiering.secondary.agreement import EpochAgreement
 
 _log = logging.getLogger("kv_tiering.manager")
 
@@ -117,18 +118,18 @@ class _UnknownNames:
 class Requests:
     """The requests of one manager, by id."""
 
-    def __init__(self, tiers: SecondaryTiers, clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: SecondaryTiers, agreement: EpochAgreement, clock: Callable[[], float]) -> None:
         """Create the requests of a manager.
 
         Args:
             tiers: the secondary tiers, which are informed of every request.
+            agreement: records that a request has begun.
             clock: monotonic clock, in seconds.
         """
         self.known: dict[str, Request] = {}
         """The requests, by id. Only the methods of this class change the dictionary."""
-        self.begun = False
-        """True once a request has begun."""
         self._tiers = tiers
+        self._agreement = agreement
         self._warn_late = LimitedWarning(_log, clock)
         self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.name for state in tiers.states)])
 
@@ -158,7 +159,7 @@ class Requests:
             if self._tiers.ask(state, POLICY, state.tier.on_new_request, ctx) is OffloadPolicy.REQUEST_LEVEL:
                 request.wants_all.append(state)
         self.known[ctx.req_id] = request
-        self.begun = True
+        self._agreement.in_use = True
         return request
 
     def admit_late_load(self, ctx: ReqContext) -> bool:

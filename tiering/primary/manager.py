@@ -175,8 +175,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Free disowned rows, because their writers are done."""
         self.ignored_completions = 0
         """Number of completed keys that were unknown, for example after a reset."""
-        self.before_reset: Callable[[], None] | None = None
-        """Function that :meth:`reset_cache` calls first; a tiering manager ends its promotions in it."""
+        self._before_reset: Callable[[], object] = lambda: None
         self._events = EventQueue()
         self._enable_events = enable_events
         self._loads = Claims()
@@ -369,9 +368,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         return self._events.take()
 
+    def attach(self, before_reset: Callable[[], object]) -> None:
+        """Call ``before_reset`` first in each :meth:`reset_cache`; a tiering manager ends its promotions in it."""
+        self._before_reset = before_reset
+
     def reset_cache(self, revision: str | None = None) -> bool:
-        if self.before_reset is not None:
-            self.before_reset()
+        self._before_reset()
         forgotten = self._table.clear()
         if self._enable_events:
             self._events.clear(_event([], removed=True), forgotten)

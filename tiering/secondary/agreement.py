@@ -11,7 +11,7 @@ not, the manager drops them first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,8 +70,8 @@ class EpochAgreement:
         """The common epochs by medium. The mapping is replaced and never changed, so any thread may read it."""
         self.known: tuple[bytes, ...] = ()
         """All invalidations that a tier has found, oldest first; replaced and never changed."""
-        self.in_use: Callable[[], bool] = lambda: False
-        """Function that returns True once the manager may hold blocks; default: the manager holds none."""
+        self.in_use = False
+        """True once a request has begun, so that the manager may hold blocks."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
@@ -102,7 +102,7 @@ class EpochAgreement:
             return False
         # A disk that recorded this epoch at an earlier start proves that it has not moved since. Without such a record,
         # the blocks of this process may be older than the epoch.
-        return not (self.in_use() and True not in answers and (news or met.unexplained))
+        return not (self.in_use and True not in answers and (news or met.unexplained))
 
     def enter(self, name: str, met: MetEpoch, *, dropped: bool = False) -> None:
         """Record that a shared tier enters ``met``: no block is older, or the older ones are being dropped.
