@@ -127,10 +127,8 @@ def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: L
     marks = WrittenMarks(bench.directory, geometry, files, durable=False)
     before = most = _resident()
     builder = CheckpointBuilder(geometry, bytes(16), marks.begin(), 1)
-    while builder.position < geometry.num_slots:
-        stop = min(builder.position + SLICE_SLOTS, geometry.num_slots)
-        part = longest.call("copy for a checkpoint", index.slice, builder.position, stop)
-        longest.call("copy for a checkpoint", builder.add, part)
+    while not longest.call("copy for a checkpoint", builder.copy, index, SLICE_SLOTS):
+        pass
     writer = threading.Thread(target=write_checkpoint, args=(bench.directory, builder, files))
     writer.start()
     while writer.is_alive():

@@ -32,9 +32,8 @@ from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiers.mooncake.client import PoolClient, register
 from tiers.mooncake.mooncake_options import MooncakeOptions
-from tiers.mooncake.store import MooncakeStore
-from tiers.valkey.store import ValkeyStore
-from tiers.valkey.valkey_options import ValkeyOptions
+from tiers.mooncake.tier import MooncakeStore
+from tiers.valkey.tier import ValkeyOptions, ValkeyStore
 
 BLOCK_BYTES = 2 << 20
 CONCURRENCY = {"Valkey": 8, "Mooncake": 2}

@@ -152,10 +152,7 @@ class SQLiteStore(BlockStore):
 
 def build(options: SQLiteOptions, context: TierContext) -> BlockTier:
     """Return the tier; the database is not opened here."""
-    index = SharedIndex(
-        present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
-    )
-    return BlockTier(context, options, SQLiteStore(options.path), index)
+    return BlockTier(context, options, SQLiteStore(options.path), SharedIndex.of(options))
 
 
 SQLITE_TIER = TierDefinition(

@@ -302,7 +302,7 @@ def test_a_long_text_is_searched_in_time_that_grows_with_its_length_only(piece: 
 
 def test_very_short_secrets_do_not_garble_every_text() -> None:
     for value in ("a", "true", "4096", "10.5GiB"):
-        masking.learn("token", value)
+        masking.record_secrets("token", value)
     text = "tier local: a block of 4096 bytes, 10.5GiB, is true"
     assert mask_text(text) == text
 
@@ -317,9 +317,9 @@ def test_what_is_learnt_is_bounded() -> None:
 
 
 def test_the_secrets_of_a_running_tier_are_masked_after_many_other_stacks_were_read() -> None:
-    masking.learn("password", SENTINEL)
+    masking.record_secrets("password", SENTINEL)
     for number in range(300):
-        masking.learn("endpoint", f"https://user-{number}:password-of-{number}@host-{number}/")
+        masking.record_secrets("endpoint", f"https://user-{number}:password-of-{number}@host-{number}/")
     assert SENTINEL not in mask_text(f"no answer with {SENTINEL}")
 
 

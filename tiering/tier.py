@@ -5,6 +5,7 @@ A tier needs this module and :mod:`tiering` (whose errors it raises), and nothin
 contains the conformance suites.
 """
 
+from tiering.admin.namespaces import known_namespaces, namespace_of
 from tiering.admin.records import (
     Collected,
     EpochState,
@@ -15,13 +16,19 @@ from tiering.admin.records import (
     StoredBlock,
     UnsupportedError,
 )
+from tiering.admin.shared_admin import SharedAdmin
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.keys import OffloadKey
+from tiering.api.masking import mask_text, record_secrets
 from tiering.api.namespace import Namespace
 from tiering.api.transfer import Rows
-from tiering.api.units import Duration, Share, Size
+from tiering.api.units import Directory, Duration, FilePath, Share, Size, format_bytes
 from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
+from tiering.epochs.documents import LEASES
+from tiering.index.coordinated import CoordinatedIndex
+from tiering.index.coordination import Claim, Coordination, Heard, Inbox
+from tiering.index.places import parse_place
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.index.tier_index import Probe, StorePlan, TierIndex
@@ -38,7 +45,13 @@ from tiering.medium.block_store import (
     StoreTraits,
 )
 from tiering.medium.chore import Backoff, Chore
+from tiering.medium.files import Files, store_error
+from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.medium.messages import IoTask
+from tiering.medium.side import IoSide
+from tiering.runtime.flag import Flag
+from tiering.runtime.pool import ThreadPool
+from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import (
     JobResult,
     PrefixAnswer,
@@ -56,11 +69,15 @@ from tiering.secondary.options import (
     SharedOptions,
     SlotOptions,
     TierOptions,
+    Transfers,
     TtlOptions,
 )
 from tiering.secondary.tier_stats import TierStats
 
 __all__ = [
+    "HEADER_BYTES",
+    "LEASES",
+    "SEQUENCE",
     "Backoff",
     "BatchStore",
     "BlockIO",
@@ -69,12 +86,24 @@ __all__ = [
     "BlockTierOptions",
     "CapacityOptions",
     "Chore",
+    "Claim",
     "Collected",
     "CompressionOptions",
+    "CoordinatedIndex",
+    "Coordination",
+    "CorruptReason",
+    "Directory",
     "Done",
     "Duration",
     "EpochState",
+    "FilePath",
+    "Files",
     "Finding",
+    "Flag",
+    "FrameHeader",
+    "Heard",
+    "Inbox",
+    "IoSide",
     "IoTask",
     "JobResult",
     "KnownNamespace",
@@ -85,12 +114,14 @@ __all__ = [
     "Place",
     "PrefixAnswer",
     "Probe",
+    "RateLimit",
     "RawBlock",
     "Rows",
     "SecondaryTierManager",
     "Settlement",
     "Severity",
     "Share",
+    "SharedAdmin",
     "SharedIndex",
     "SharedOptions",
     "Size",
@@ -101,6 +132,7 @@ __all__ = [
     "StoreProbe",
     "StoreTraits",
     "StoredBlock",
+    "ThreadPool",
     "TierAdmin",
     "TierContext",
     "TierDefinition",
@@ -110,6 +142,15 @@ __all__ = [
     "TierStats",
     "TierTraits",
     "TransferJob",
+    "Transfers",
     "TtlOptions",
     "UnsupportedError",
+    "format_bytes",
+    "known_namespaces",
+    "mask_text",
+    "namespace_of",
+    "parse_header",
+    "parse_place",
+    "record_secrets",
+    "store_error",
 ]

@@ -14,20 +14,31 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.admin.records import KnownNamespace, UnsupportedError
-from tiering.admin.tier_admin import TierAdmin
-from tiering.api.keys import OffloadKey
-from tiering.api.namespace import Namespace
-from tiering.api.units import Size
-from tiering.block_tier.definition import TierDefinition
-from tiering.block_tier.tier import BlockTier
-from tiering.errors import ConfigError, CorruptBlockError
-from tiering.index.slots import SlotIndex
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, StoreTraits
-from tiering.medium.frame import HEADER_BYTES, FrameHeader, parse_header
-from tiering.medium.messages import IoTask
-from tiering.secondary.contract import TierContext
-from tiering.secondary.options import BlockTierOptions, SlotOptions, TierOptions
+from tiering import ConfigError, CorruptBlockError
+from tiering.tier import (
+    HEADER_BYTES,
+    BlockIO,
+    BlockStore,
+    BlockTier,
+    BlockTierOptions,
+    Done,
+    FrameHeader,
+    IoTask,
+    KnownNamespace,
+    Namespace,
+    OffloadKey,
+    Place,
+    Size,
+    SlotIndex,
+    SlotOptions,
+    StoreTraits,
+    TierAdmin,
+    TierContext,
+    TierDefinition,
+    TierOptions,
+    UnsupportedError,
+    parse_header,
+)
 
 Frame = NDArray[np.uint8]
 

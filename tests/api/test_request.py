@@ -171,7 +171,7 @@ def test_a_log_line_of_any_length_is_masked_in_bounded_time_and_keeps_its_secret
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = lengths_searched(monkeypatch)
-    masking.learn("password", "hunter2-hunter2")
+    masking.record_secrets("password", "hunter2-hunter2")
     logger = logging.getLogger("kv_tiering.long")
     masking.guard_logs()
     for begin in (0, masking._LONGEST_LINE - 5, masking._LONGEST_LINE + masking._LONGEST_SECRET - 5):

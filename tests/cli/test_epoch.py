@@ -24,9 +24,7 @@ from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
 from tiers.object.command import ObjectAdmin
 from tiers.object.store import ObjectStore
-from tiers.valkey import VALKEY_TIER, ValkeyOptions
-from tiers.valkey.command import ValkeyAdmin
-from tiers.valkey.store import ValkeyStore
+from tiers.valkey.tier import VALKEY_TIER, ValkeyAdmin, ValkeyOptions, ValkeyStore
 
 BLOCK = 64 << 10
 NAMESPACE = make_namespace("model-a", (BLOCK,))
@@ -76,7 +74,7 @@ class Media:
 
 @pytest.fixture
 def media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Media]:
-    monkeypatch.setattr("tiers.valkey.command.SURE_SECONDS", 1e-9)
+    monkeypatch.setattr("tiering.admin.shared_admin.SURE_SECONDS", 1e-9)
     with fake_s3() as bucket, serving() as pool:
         for name, value in bucket.environment().items():
             monkeypatch.setenv(name, value)
@@ -212,7 +210,7 @@ def test_a_pool_that_loses_its_memory_while_it_is_watched_gets_the_epoch_again(
     media: Media, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     media.fill("valkey")
-    monkeypatch.setattr("tiers.valkey.command.SURE_SECONDS", 10.0)
+    monkeypatch.setattr("tiering.admin.shared_admin.SURE_SECONDS", 10.0)
     now = 0.0
     mark = new_invalidation()
     answers: list[bool] = []
@@ -225,8 +223,8 @@ def test_a_pool_that_loses_its_memory_while_it_is_watched_gets_the_epoch_again(
             with valkey.Valkey(port=media.pool.port) as raw:
                 raw.flushall()
 
-    monkeypatch.setattr("tiers.valkey.command.time.monotonic", lambda: now)
-    monkeypatch.setattr("tiers.valkey.command.asyncio.sleep", pause)
+    monkeypatch.setattr("tiering.admin.shared_admin.time.monotonic", lambda: now)
+    monkeypatch.setattr("tiering.admin.shared_admin.asyncio.sleep", pause)
 
     async def begin() -> None:
         with ValkeyAdmin(ValkeyOptions.model_validate(media.words["valkey"])) as admin:

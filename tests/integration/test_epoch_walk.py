@@ -33,8 +33,7 @@ from tiering.testing.keys import keys_of
 from tiering.testing.until import until
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
-from tiers.valkey.store import ValkeyStore
-from tiers.valkey.valkey_options import ValkeyOptions
+from tiers.valkey.tier import ValkeyOptions, ValkeyStore
 
 K = keys_of(*range(8))
 NAMESPACE = Namespace.build(MODEL, (BLOCK_BYTES,))

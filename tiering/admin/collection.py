@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from tiering.admin.ages import Ages
-from tiering.admin.records import Collected, EpochState, KnownNamespace, Limits, StoredBlock
+from tiering.admin.records import Collected, Limits, StoredBlock
 
 BATCH = 1000
 """Blocks that are removed by one call."""
@@ -35,7 +35,7 @@ class Collectable(Protocol):
 
     def exclusively(self) -> AbstractAsyncContextManager[None]: ...
 
-    async def namespaces(self) -> list[KnownNamespace]: ...
+    async def used_epochs(self) -> set[str]: ...
 
     async def remove(self, blocks: Sequence[StoredBlock]) -> None: ...
 
@@ -113,7 +113,7 @@ async def collect(admin: Collectable, limits: Limits, *, dry_run: bool) -> Colle
 
 async def _collect(admin: Collectable, limits: Limits, *, dry_run: bool) -> Collected:
     now = admin.clock()
-    used = await used_epochs(admin) if limits.abandoned else set[str]()
+    used = await admin.used_epochs() if limits.abandoned else set[str]()
     kept = Ages()
     listed = listed_bytes = 0
 
@@ -154,13 +154,3 @@ async def clear(admin: Collectable, namespace: str, *, dry_run: bool) -> Collect
             if block.namespace == namespace:
                 await remover.remove(block)
     return Collected(listed, listed_bytes, remover.removed, remover.removed_bytes)
-
-
-async def used_epochs(admin: Collectable) -> set[str]:
-    """Return the fingerprints of all epochs that engines use or may use."""
-    return {
-        fingerprint
-        for namespace in await admin.namespaces()
-        for fingerprint, state in namespace.epochs.items()
-        if state is not EpochState.ABANDONED
-    }

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Self
 
 from tiering.admin import collection
-from tiering.admin.records import Collected, Finding, KnownNamespace, Limits, StoredBlock, UnsupportedError
+from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock, UnsupportedError
 from tiering.secondary.options import TierOptions
 
 
@@ -137,6 +137,19 @@ class TierAdmin:
             StoreError: the documents cannot be listed.
         """
         return []
+
+    async def used_epochs(self) -> set[str]:
+        """Return the fingerprints of all epochs that engines use or may use, in hexadecimal.
+
+        Raises:
+            StoreError: the documents cannot be listed.
+        """
+        return {
+            fingerprint
+            for namespace in await self.namespaces()
+            for fingerprint, state in namespace.epochs.items()
+            if state is not EpochState.ABANDONED
+        }
 
     def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
         """Yield all blocks, in an order that does not change between calls.

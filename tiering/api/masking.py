@@ -180,8 +180,8 @@ def mask_text(text: str) -> str:
     return _QUERY.sub(rf"\1={MASK}", _PAIR.sub(rf"\1={MASK}", text))
 
 
-def learn(word: object, value: object) -> None:
-    """Remember the secrets in a value.
+def record_secrets(word: object, value: object) -> None:
+    """Record the secrets in a value, which all messages mask from now on.
 
     Args:
         word: name of the field. If the name suggests a secret, the whole value is one; otherwise only the parts of the

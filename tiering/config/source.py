@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tiering.api.masking import MASK, holds_mask, is_secret, learn, shown
+from tiering.api.masking import MASK, holds_mask, is_secret, record_secrets, shown
 from tiering.config.problems import FieldPath, Problem
 from tiering.config.yaml_text import MAX_DEPTH, MAX_NODES, Carried, parse_yaml, read_text
 from tiering.errors import ConfigError
@@ -123,7 +123,7 @@ def _expand_text(source: StackSource, text: str, path: FieldPath) -> str:
             problem(f"{whole} is not an environment reference; write ${{NAME}} or ${{NAME:-default}}")
             return whole
         value = os.environ.get(name)
-        learn(name, value)
+        record_secrets(name, value)
         if colon:
             return value or default
         if value is None:
@@ -140,7 +140,7 @@ def _expand_text(source: StackSource, text: str, path: FieldPath) -> str:
             "write the secret as ${NAME} instead"
         )
     expanded = _REFERENCE.sub(resolve, text)
-    learn(next((part for part in path if is_secret(part)), None), expanded)
+    record_secrets(next((part for part in path if is_secret(part)), None), expanded)
     if _printable(expanded) != expanded:
         problem(f"{shown(expanded)} holds bytes that are no UTF-8 text")
     return _printable(expanded)

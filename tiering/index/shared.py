@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, islice, repeat, takewhile
 from operator import lt
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from tiering.api.keys import OffloadKey
 from tiering.index.tier_index import Probe, Progress, StorePlan, TierIndex
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
+from tiering.secondary.options import SharedOptions
 from tiering.table.disposal import DISPOSAL, Table
 
 MAX_ENTRIES = 1 << 20
@@ -99,12 +100,20 @@ class SharedIndex(TierIndex):
         self._misses_in_a_row = 0
         self._raised: list[Probe] = []
         self._prefix = ""
-        self._place_of = partial(object_name, "")
+        self.place_of: Callable[[OffloadKey], Place] = partial(object_name, "")
+        """Function that returns the place of a key in the present epoch; another function in the next epoch."""
+
+    @classmethod
+    def of(cls, options: SharedOptions) -> Self:
+        """Return an index with the durations that a tier's options name."""
+        return cls(
+            present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
+        )
 
     def enter(self, place_prefix: str) -> None:
         DISPOSAL.add(self.clear())
         self._prefix = place_prefix
-        self._place_of = partial(object_name, place_prefix)
+        self.place_of = partial(object_name, place_prefix)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
@@ -127,13 +136,13 @@ class SharedIndex(TierIndex):
                 self._asked[first] = _MISSED
                 held += self._take_progress(first, keys[held:], now)
             return PrefixAnswer(held, False)
-        if len(self._asked) >= MAX_PROBES or self._place_of(first) in self._writing:
+        if len(self._asked) >= MAX_PROBES or self.place_of(first) in self._writing:
             return PrefixAnswer(held, False)
         wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
         until = now + min(wait, self._longest_wait)
         self._asked[first] = until
         cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
-        probe = Probe(keys[held:], self._place_of, expires=until, cautious=cautious)
+        probe = Probe(keys[held:], self.place_of, expires=until, cautious=cautious)
         self._progress[first] = probe.progress
         self._raised.append(probe)
         return PrefixAnswer(held, True)
@@ -158,7 +167,7 @@ class SharedIndex(TierIndex):
         return raised
 
     def end_probe(self, probe: Probe, held: int | None, now: float) -> Sequence[OffloadKey]:
-        if probe.place_of is not self._place_of:
+        if probe.place_of is not self.place_of:
             return ()
         self._asked.pop(probe.keys[0], None)
         self._progress.pop(probe.keys[0], None)
@@ -199,14 +208,14 @@ class SharedIndex(TierIndex):
         if self._misses(first, now):
             self._drop_behind(unheld, now)
             return self._unheld(unheld)
-        if first not in self._asked and len(self._asked) < MAX_PROBES and self._place_of(first) not in self._writing:
+        if first not in self._asked and len(self._asked) < MAX_PROBES and self.place_of(first) not in self._writing:
             until = now + self._longest_wait
             self._asked[first] = now + self._lookup_deadline
-            self._raised.append(Probe(unheld, self._place_of, offers=True, expires=until))
+            self._raised.append(Probe(unheld, self.place_of, offers=True, expires=until))
         return None
 
     def _unheld(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        present, writing, place_of = self._present, self._writing, self._place_of
+        present, writing, place_of = self._present, self._writing, self.place_of
         return [key for key in keys if key not in present and (not writing or place_of(key) not in writing)]
 
     # ------------------------------------------------------------------------------------------------------------- jobs
@@ -282,7 +291,7 @@ class SharedIndex(TierIndex):
         self._refused.pop(key, None)
 
     def sample(self, count: int) -> list[tuple[OffloadKey, Place]]:
-        return [(key, self._place_of(key)) for key in islice(reversed(self._present), count)]
+        return [(key, self.place_of(key)) for key in islice(reversed(self._present), count)]
 
     def clear(self) -> Sequence[Table]:
         held = self._present
@@ -293,7 +302,7 @@ class SharedIndex(TierIndex):
         self._progress.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
-        self._place_of = partial(object_name, self._prefix)
+        self.place_of = partial(object_name, self._prefix)
         return (held,)
 
     @property

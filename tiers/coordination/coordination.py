@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tiering.api.keys import OffloadKey
-from tiering.errors import StoreError, TemporaryStoreError
-from tiering.index.coordination import Claim, Coordination, Heard
-from tiering.medium.block_store import Place, StoreProbe
-from tiering.runtime.flag import Flag
-from tiering.runtime.pool import ThreadPool
+from tiering import StoreError, TemporaryStoreError
+from tiering.tier import Claim, Coordination, Flag, Heard, OffloadKey, Place, StoreProbe, ThreadPool
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
 from tiers.coordination.filling import Filling

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from xxhash import xxh3_128_digest
 
-from tiering.errors import TemporaryStoreError
-from tiering.medium.block_store import Place
+from tiering import TemporaryStoreError
+from tiering.tier import Place
 from tiers.coordination import scripts
 from tiers.coordination.scripts import DIGEST_BYTES
 from tiers.valkey.client import ValkeyClient, Word

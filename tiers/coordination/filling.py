@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from tiering.errors import StoreError
-from tiering.medium.block_store import Place
-from tiering.runtime.pool import ThreadPool
+from tiering import StoreError
+from tiering.tier import Place, ThreadPool
 from tiers.coordination.directory import Directory, digests_of
 from tiers.valkey.client import ValkeyClient
 

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tiering.admin.records import Finding, Severity
-from tiering.api.units import format_bytes
-from tiering.errors import ConfigError, StoreError, TemporaryStoreError
+from tiering import ConfigError, StoreError, TemporaryStoreError
+from tiering.tier import Finding, Severity, format_bytes
 from tiers.coordination import coordination
 from tiers.coordination.directory import Digests, Directory, load_scripts
 from tiers.coordination.scripts import DIGEST_BYTES

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tiering.api.keys import OffloadKey
-from tiering.errors import StoreError
-from tiering.index.coordination import Claim, Inbox
-from tiering.medium.block_store import Place
+from tiering import StoreError
+from tiering.tier import Claim, Inbox, OffloadKey, Place
 from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word
 

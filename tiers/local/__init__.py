@@ -18,10 +18,7 @@ import logging
 import os
 from pathlib import Path
 
-from tiering.admin.tier_admin import TierAdmin
-from tiering.block_tier.definition import TierDefinition
-from tiering.medium.files import Files
-from tiering.secondary.contract import TierContext
+from tiering.tier import Files, TierAdmin, TierContext, TierDefinition
 from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from tiers.local.layout import tier_directory
 from tiers.local.local_options import LocalOptions

@@ -15,30 +15,32 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiering.admin.collection import used_epochs
-from tiering.admin.namespaces import known_namespaces, namespace_of
-from tiering.admin.records import (
+from tiering import InUseError, OutOfSpaceError, PermanentStoreError
+from tiering.tier import (
+    HEADER_BYTES,
     Collected,
+    CorruptReason,
     EpochState,
+    Files,
     Finding,
+    FrameHeader,
     KnownNamespace,
     Limits,
     Severity,
     StoredBlock,
+    TierAdmin,
+    TierOptions,
+    format_bytes,
+    known_namespaces,
+    namespace_of,
+    parse_header,
+    store_error,
 )
-from tiering.admin.tier_admin import TierAdmin
-from tiering.api.namespace import fingerprint_of
-from tiering.api.units import format_bytes
-from tiering.epochs.documents import EPOCHS, EpochDocument
-from tiering.errors import InUseError, OutOfSpaceError, PermanentStoreError
-from tiering.medium.files import DIRECTORY_MODE, Files, store_error
-from tiering.medium.frame import HEADER_BYTES, CorruptReason, FrameHeader, parse_header
-from tiering.secondary.options import TierOptions
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import PAGE, REPLICA_PREFIX, tier_directory
+from tiers.local.layout import DIRECTORY_MODE, PAGE, REPLICA_PREFIX, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import DirectoryLock, owner_of
 from tiers.local.probes import nearest_existing, probe_directory
@@ -328,11 +330,11 @@ class LocalAdmin(TierAdmin):
 
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
-            return await asyncio.to_thread(self._collect, limits, await used_epochs(self), None, dry_run)
+            return await asyncio.to_thread(self._collect, limits, await self.used_epochs(), None, dry_run)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
-            served = {name for name in await used_epochs(self) if self._bases.get(name) != namespace}
+            served = {name for name in await self.used_epochs() if self._bases.get(name) != namespace}
             if not dry_run:
                 await self._begin_epoch(namespace, owned=True)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
@@ -351,9 +353,9 @@ class LocalAdmin(TierAdmin):
         ended = False
         with self._owned(dry_run=owned):
             for name, content in self._documents().items():
-                document = EpochDocument.parse(content) if name.startswith(EPOCHS) else None
-                if document is not None and document.base.hex() == namespace:
-                    self._bases[fingerprint_of(document.base, document.epoch).hex()] = namespace
+                epochs = {epoch for found in known_namespaces({name: content}, ()) for epoch in found.epochs}
+                if namespace_of(name) == namespace and epochs:
+                    self._bases.update(dict.fromkeys(epochs, namespace))
                     try:
                         remove_durably(self._files, self.directory / "documents" / name)
                     except OSError as error:

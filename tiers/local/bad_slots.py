@@ -20,14 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from tiering.errors import DeviceError, StoreError
-from tiering.index.slots import SlotIndex
-from tiering.medium.block_store import Place
-from tiering.medium.chore import Chore
-from tiering.medium.files import store_error
-from tiering.medium.layers.breaker import BreakerState
-from tiering.medium.side import IoSide
-from tiering.runtime.ratelimit import RateLimit
+from tiering import DeviceError, StoreError
+from tiering.tier import Chore, IoSide, Place, RateLimit, SlotIndex, store_error
 from tiers.local.layout import PAGE
 from tiers.local.store import LocalStore
 
@@ -208,7 +202,7 @@ class BadSlots:
 
     def tick(self, now: float) -> None:
         """Start the trials and the write of the document that are due."""
-        writable = self._io.breakers.writes.state is BreakerState.CLOSED
+        writable = not self._io.breakers.writes.state  # 0: the breaker is closed
         if self._writes_failed and writable:
             # An outage has ended. Slots that failed only once probably failed because of it.
             for entry in self._slots.values():

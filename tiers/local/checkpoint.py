@@ -26,9 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from tiering.index.slots import SlotsSlice
-from tiering.medium.files import Files
-from tiering.table.policies.policy import RowKeys
+from tiering.tier import Files, SlotIndex
 from tiers.local.segments import SegmentGeometry
 
 CHECKPOINT_NAME = "checkpoint"
@@ -106,7 +104,7 @@ class CheckpointBuilder:
 
     For each slot, the copy has a reference to the key, and 8 bytes for the order.
 
-    The scheduler's thread adds slices. The I/O side then calls :func:`write_checkpoint`, which writes piece by piece:
+    The scheduler's thread copies slices. The I/O side then calls :func:`write_checkpoint`, which writes piece by piece:
     it runs beside the scheduler, which needs the GIL, and its memory does not grow with the file.
 
     Args:
@@ -124,7 +122,7 @@ class CheckpointBuilder:
         self.position = 0
         """First slot that is not copied yet."""
         self._starts: list[int] = []
-        self._keys: deque[RowKeys] = deque()
+        self._keys: deque[NDArray[np.object_]] = deque()
         """Key of each slot, by slices."""
         self._order: NDArray[np.int64] = np.empty(geometry.num_slots, np.int64)
         """Last use and slot of each held block in one number."""
@@ -132,8 +130,9 @@ class CheckpointBuilder:
         self._written: list[NDArray[np.int64]] = []
         self._foreign: list[NDArray[np.int64]] = []
 
-    def add(self, part: SlotsSlice) -> None:
-        """Add the next slice."""
+    def copy(self, index: SlotIndex, slots: int) -> bool:
+        """Copy the records of the next ``slots`` slots of ``index``, and return True once all are copied."""
+        part = index.slice(self.position, min(self.position + slots, self.geometry.num_slots))
         held = np.flatnonzero(part.held)
         # Uses beyond 2 ** 34 share a number with their neighbours, and the order is less exact.
         first, self._held = self._held, self._held + len(held)
@@ -143,6 +142,7 @@ class CheckpointBuilder:
         self._written.append(np.flatnonzero(part.written) + part.start)
         self._foreign.append(np.flatnonzero(part.foreign) + part.start)
         self.position = part.start + len(part.keys)
+        return self.position == self.geometry.num_slots
 
     def finish(self) -> tuple[NDArray[np.int64], Slots, Slots]:
         """Return the held slots, the least recently used first, those being written, and the foreign."""

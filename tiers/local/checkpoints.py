@@ -5,12 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.api.namespace import Namespace
-from tiering.index.slots import SlotIndex
-from tiering.medium.chore import Backoff, Chore
-from tiering.medium.files import store_error
-from tiering.medium.frame import SEQUENCE
-from tiering.medium.side import IoSide
+from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, Namespace, SlotIndex, store_error
 from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
 from tiers.local.store import Inspection, LocalStore
 
@@ -136,11 +131,9 @@ class Checkpoints(Chore):
 
     def _copy_slice(self, builder: CheckpointBuilder) -> None:
         """Copy the next slots; after the last ones, write the checkpoint on the I/O side."""
-        store = self._store
-        num_slots = store.geometry.num_slots
-        builder.add(self._index.slice(builder.position, min(builder.position + SLICE_SLOTS, num_slots)))
-        if builder.position < num_slots:
+        if not builder.copy(self._index, SLICE_SLOTS):
             return
+        store = self._store
         self._builder = None
 
         def write() -> int:

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tiering.medium.files import Files, store_error
+from tiering.tier import Files, store_error
 
 
 def device_speed(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tiering.medium.files import Files
+from tiering.tier import Files
 from tiers.local.layout import FRESH, PAGE
 
 

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.medium.files import DIRECTORY_MODE, Files, store_error
+from tiering import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
+from tiering.tier import Files, store_error
+from tiers.local.layout import DIRECTORY_MODE
 from tiers.local.lock import DirectoryLock
 
 logger = logging.getLogger("kv_tiering.local")

@@ -17,13 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.api.keys import OffloadKey
-from tiering.index.slots import SlotIndex
-from tiering.medium.chore import Backoff, Chore
-from tiering.medium.frame import SEQUENCE
-from tiering.medium.side import IoSide
-from tiering.secondary.options import BreakerOptions
-from tiering.secondary.tier_stats import TierStats
+from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, OffloadKey, SlotIndex, TierStats
 from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
@@ -50,7 +44,7 @@ class RecoveryFeed(Chore):
         name: the tier's name, for log lines.
         index: the index that receives the blocks.
         io: runs the recovery's tasks.
-        options: waits between attempts.
+        backoff: waits between attempts.
         clock: returns monotonic seconds.
         stop: set when the tier shuts down.
         stats: counts the blocks that a checkpoint names and that are lost.
@@ -63,14 +57,14 @@ class RecoveryFeed(Chore):
         name: str,
         index: SlotIndex,
         io: IoSide,
-        options: BreakerOptions,
+        backoff: Backoff,
         clock: Callable[[], float],
         stop: threading.Event,
         stats: TierStats,
         announce: Callable[[Sequence[OffloadKey]], None],
         on_end: Callable[[], None],
     ) -> None:
-        super().__init__("recovery", io, clock, self._fetch, Backoff(options.probe_after, options.probe_max))
+        super().__init__("recovery", io, clock, self._fetch, backoff)
         self.scanned = False
         """True if headers contained blocks that the checkpoint does not have."""
         self.foreign = False

@@ -11,11 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiering.index.slots import SlotIndex
-from tiering.medium.chore import Chore
-from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
-from tiering.runtime.ratelimit import RateLimit
+from tiering.tier import Chore, IoSide, IoTask, RateLimit, SlotIndex
 from tiers.local.new_segments import SegmentPace
 from tiers.local.store import Inspection, LocalStore
 

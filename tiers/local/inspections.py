@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.medium.chore import Chore
-from tiering.medium.side import IoSide
-from tiering.runtime.ratelimit import RateLimit
+from tiering.tier import Chore, IoSide, RateLimit
 from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")

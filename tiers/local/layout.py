@@ -20,13 +20,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiering.errors import ConfigError
+from tiering import ConfigError
 
 PAGE = 4096
 """Bytes of a slot's header. Every offset, length and address of O_DIRECT is a multiple of this number."""
 
 REPLICA_PREFIX = "replica-"
 """Begins the names of the subdirectories of data-parallel replicas. They share the directory above."""
+
+DIRECTORY_MODE = 0o700
+"""Permissions of directories: their owner's alone."""
 
 FRESH = ".new"
 """Ends the name of a file that is not complete yet."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from tiering.api.units import Directory, Duration, Size
-from tiering.secondary.options import BlockTierOptions, SlotOptions
+from tiering.tier import BlockTierOptions, Directory, Duration, Size, SlotOptions
 
 
 class LocalOptions(BlockTierOptions, SlotOptions):

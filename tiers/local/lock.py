@@ -13,13 +13,13 @@ import time
 import weakref
 from pathlib import Path
 
-from tiering.errors import InUseError, PermanentStoreError
-from tiering.medium.files import open_plain, store_error
-from tiering.runtime.json_text import parse_json
+from tiering import InUseError, PermanentStoreError
+from tiering.tier import Files, store_error
 from tiers.local.layout import REPLICA_PREFIX
 
 LOCK_NAME = "lock"
 _OWNER_BYTES = 4096
+_FILES = Files()
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 _guard = threading.Lock()
@@ -105,7 +105,7 @@ class DirectoryLock:
         Writing is the only test: access() and opening succeed on a file system in an error state, which refuses writes.
         """
         try:
-            fd = open_plain(self._path, os.O_RDWR)
+            fd = _FILES.open(self._path, os.O_RDWR)
         except OSError:
             return False
         try:
@@ -115,11 +115,11 @@ class DirectoryLock:
 
     def _open_file(self) -> int:
         try:
-            fd = open_plain(self._path, os.O_RDWR | os.O_CREAT)
+            fd = _FILES.open(self._path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            fd = open_plain(self._path, os.O_RDONLY)
+            fd = _FILES.open(self._path, os.O_RDONLY)
             self.read_only = True
         else:
             self.read_only = False
@@ -239,10 +239,10 @@ def _is_linked(fd: int, path: Path) -> bool:
 
 def describe_owner(directory: Path) -> str:
     """Return the process that wrote the lock file last, as text for people."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        fd = open_plain(directory / LOCK_NAME, os.O_RDONLY)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        fd = _FILES.open(directory / LOCK_NAME, os.O_RDONLY)
         try:
-            owner = parse_json(os.pread(fd, _OWNER_BYTES, 0))
+            owner = json.loads(os.pread(fd, _OWNER_BYTES, 0))
         finally:
             os.close(fd)
         return f"process {owner['pid']} on {owner['host']} (since {owner['started']})"

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Container
 from pathlib import Path
 
-from tiering.medium.files import Files
+from tiering.tier import Files
 from tiers.local.segments import SegmentGeometry
 
 _HEADER = struct.Struct("<8sQQII")

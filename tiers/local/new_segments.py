@@ -12,9 +12,8 @@ import os
 import time
 from collections.abc import Collection
 
-from tiering.errors import OutOfSpaceError
-from tiering.medium.files import store_error
-from tiering.runtime.flag import Flag
+from tiering import OutOfSpaceError
+from tiering.tier import Flag, store_error
 from tiers.local.directory_room import UNRESERVED, Room
 from tiers.local.layout import FRESH, used_bytes_of_few
 from tiers.local.marks import WrittenMarks

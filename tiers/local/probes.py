@@ -10,13 +10,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiering.admin.records import Finding, Severity
-from tiering.api.units import format_bytes
-from tiering.errors import ConfigError
-from tiering.medium.files import DIRECTORY_MODE, Files
+from tiering import ConfigError
+from tiering.tier import Files, Finding, Severity, format_bytes
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.direct import probe_direct
-from tiers.local.layout import REPLICA_PREFIX, used_bytes
+from tiers.local.layout import DIRECTORY_MODE, REPLICA_PREFIX, used_bytes
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import LOCK_NAME, owner_of
 from tiers.local.segments import MAX_OPEN, SegmentGeometry

@@ -19,12 +19,8 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.errors import StoreError
-from tiering.index.slots import Sequences
-from tiering.medium.files import store_error
-from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
-from tiering.runtime.ratelimit import RateLimit
-from tiering.table.policies.policy import Rows
+from tiering import StoreError
+from tiering.tier import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, RateLimit, Rows, parse_header, store_error
 from tiers.local.checkpoint import Checkpoint, read_checkpoint
 from tiers.local.layout import PAGE
 from tiers.local.marks import WrittenMarks
@@ -54,7 +50,7 @@ class RecoveredBatch:
     """Keys of the blocks, each once, the most recent first."""
     slots: Rows = field(default_factory=lambda: _NO_SLOTS)
     """Slots of the blocks, in the order of ``keys``."""
-    sequences: Sequences = field(default_factory=lambda: np.empty(0, np.uint64))
+    sequences: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     """Sequence numbers of the blocks, in the order of ``keys``."""
     free: Rows = field(default_factory=lambda: _NO_SLOTS)
     """Free slots."""

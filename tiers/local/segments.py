@@ -10,13 +10,13 @@ import re
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from tiering.errors import ConfigError
-from tiering.medium.files import Files, Vectored
+from tiering import ConfigError
+from tiering.tier import Files
 from tiers.local.layout import PAGE, entries_of
 from tiers.local.syncs import SyncLedger
 
@@ -167,6 +167,10 @@ class Damage:
     """The damage as text for people; continues a sentence that begins with the file's name."""
     given_up: bool = False
     """True if this tier emptied the file itself, to make room; default: False."""
+
+
+Move = Callable[[int, Sequence[memoryview], int], int]
+"""A read or write at an offset: descriptor, buffers, offset in bytes; returns the bytes moved."""
 
 
 class Read(NamedTuple):
@@ -333,7 +337,7 @@ class Segments:
         ledger = self._ledgers.get(segment)
         return ledger if ledger is not None else self._ledgers.setdefault(segment, SyncLedger())
 
-    def _move(self, call: Vectored, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def _move(self, call: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Repeat ``call`` until everything is moved or nothing moves, and return the bytes moved.
 
         With O_DIRECT, a short call is continued at the start of the page in which it stopped.

@@ -14,15 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering.errors import (
-    DeviceError,
-    PermanentStoreError,
-    PlaceLostError,
-    StoreError,
-    TemporaryStoreError,
-)
-from tiering.medium.block_store import BatchStore, BlockIO, Done, Outcome, StoreTraits
-from tiering.medium.files import Files, store_error
+from tiering import DeviceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
+from tiering.tier import BatchStore, BlockIO, Done, Files, Outcome, StoreTraits, store_error
 from tiers.local.direct import probe_direct
 from tiers.local.directory_room import Room
 from tiers.local.documents import Documents

@@ -6,7 +6,7 @@ import logging
 import stat
 from pathlib import Path
 
-from tiering.medium.files import Files
+from tiering.tier import Files
 
 logger = logging.getLogger("kv_tiering.local")
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from tiering.errors import DeviceError
+from tiering import DeviceError
 
 
 class UnsyncedError(DeviceError):

@@ -15,16 +15,21 @@ from functools import partial
 
 import numpy as np
 
-from tiering.api.namespace import Namespace
-from tiering.block_tier.tier import BlockTier
-from tiering.errors import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
-from tiering.index.slots import SlotIndex
-from tiering.medium.block_store import Done, Outcome, Place
-from tiering.medium.chore import Backoff, Chore
-from tiering.medium.files import Files
-from tiering.medium.layers.breaker import BreakerState
-from tiering.medium.side import IoSide
-from tiering.secondary.contract import TierContext, TransferJob
+from tiering import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
+from tiering.tier import (
+    Backoff,
+    BlockTier,
+    Chore,
+    Done,
+    Files,
+    IoSide,
+    Namespace,
+    Outcome,
+    Place,
+    SlotIndex,
+    TierContext,
+    TransferJob,
+)
 from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
@@ -91,7 +96,7 @@ class LocalTier(BlockTier):
             context.name,
             index,
             self.io,
-            options.breaker,
+            Backoff(options.breaker.probe_after, options.breaker.probe_max),
             context.clock,
             self._stop,
             self.stats,
@@ -200,8 +205,8 @@ class LocalTier(BlockTier):
             return 0.0
         breakers = self.io.breakers
         self._bad_slots.tick(now)
-        fails = breakers.reads.state is not BreakerState.CLOSED or breakers.writes.state is not BreakerState.CLOSED
-        if fails or (recovers and feed.failing):
+        # The state of a closed breaker is 0.
+        if breakers.reads.state or breakers.writes.state or (recovers and feed.failing):
             self._inspections.wanted = True
         if self._inspections.wanted or now >= self._inspections.due:
             self._inspections.tick(now)

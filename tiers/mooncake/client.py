@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tiering.errors import ConfigError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering import ConfigError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiers.mooncake.mooncake_options import MooncakeOptions
 
 logger = logging.getLogger("kv_tiering.mooncake")

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from tiering.api.units import Duration, Size
-from tiering.secondary.options import BlockTierOptions, SharedOptions, Transfers
+from tiering.tier import BlockTierOptions, Duration, SharedOptions, Size, Transfers
 
 LEAST_SEGMENT = 16 << 20
 """Smallest segment that Mooncake accepts, in bytes."""

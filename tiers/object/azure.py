@@ -15,8 +15,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, HTTPStore
 
-from tiering.admin.records import Finding, Severity
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
+from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions, ObjectOptions
 from tiers.object.cloud import Cloud, client_options
 from tiers.object.environment import EnvironmentSource, fingerprint, present_source

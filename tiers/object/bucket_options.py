@@ -10,10 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from tiering.api.masking import mask_text
-from tiering.api.units import Duration, FilePath
-from tiering.errors import ConfigError
-from tiering.secondary.options import BlockTierOptions, CompressionOptions, SharedOptions, TtlOptions
+from tiering import ConfigError
+from tiering.tier import BlockTierOptions, CompressionOptions, Duration, FilePath, SharedOptions, TtlOptions, mask_text
 from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.valkey.client import ServerAddress
 

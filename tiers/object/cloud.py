@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import obstore
 
-from tiering.admin.records import Finding, Severity
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
+from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.faults import Dialect
 from tiers.object.names import BLOCKS, DOCUMENTS

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
-from tiering.errors import OutOfSpaceError, StoreError, TemporaryStoreError
+from tiering import OutOfSpaceError, StoreError, TemporaryStoreError
 from tiers.object.store import ObjectStore
 
 NAME = "gc-lease"

@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING
 
 import obstore
 
-from tiering.admin.namespaces import known_namespaces
-from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock
-from tiering.admin.tier_admin import TierAdmin
-from tiering.api.namespace import Namespace
-from tiering.epochs.documents import EPOCHS, LEASES, PARAMETERS
-from tiering.epochs.driver import begin_common
-from tiering.errors import StoreError
-from tiering.secondary.options import TierOptions
+from tiering import StoreError
+from tiering.tier import (
+    LEASES,
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    SharedAdmin,
+    StoredBlock,
+    TierOptions,
+    known_namespaces,
+    namespace_of,
+)
 from tiers.coordination.probes import probe_coordination
 from tiers.object.bucket_options import BucketOptions, without_ttl
 from tiers.object.clouds import make_cloud
@@ -53,30 +59,20 @@ _CHUNKS_AHEAD = 4
 _PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)(?:\.[1-9])?")
 
 
-class ObjectAdmin(TierAdmin):
-    """Administration of a bucket. Engines may use the bucket meanwhile."""
+class ObjectAdmin(SharedAdmin):
+    """Administration of a bucket."""
 
     options: BucketOptions
+    _store: ObjectStore
 
-    def __init__(self, options: TierOptions, replica: str | None = None) -> None:
-        super().__init__(options, replica)
-        self._cloud = make_cloud(self.options)
-        self._translate = self._cloud.dialect.translate
-        self._store = ObjectStore(without_ttl(self.options), self._cloud)
+    def __init__(self, options: BucketOptions) -> None:
+        cloud = make_cloud(options)
+        super().__init__(options, ObjectStore(without_ttl(options), cloud))
+        self._translate = cloud.dialect.translate
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._documents = f"{self.options.prefix}{DOCUMENTS}"
         self._lease_seconds = LEASE_SECONDS
         self._lease = CollectionLease(self._store, self.place)
-
-    @property
-    def place(self) -> str:
-        return self.options.location
-
-    def open(self) -> None:
-        self._store.open()
-
-    def close(self) -> None:
-        self._store.close()
 
     # ----------------------------------------------------------------------------------------------------------- probes
 
@@ -130,12 +126,13 @@ class ObjectAdmin(TierAdmin):
         async for items in self._list(self._documents):
             for item in items:
                 name = item["path"].removeprefix(self._documents)
-                if name.startswith((EPOCHS, PARAMETERS)):
+                age = now - item["last_modified"].timestamp()
+                if name.startswith(LEASES):
+                    fresh += [name] if age < self._lease_seconds else []
+                elif namespace_of(name) is not None:
                     names.append(name)
-                elif name.startswith(LEASES) and now - item["last_modified"].timestamp() < self._lease_seconds:
-                    fresh.append(name)
-                elif name.startswith(SUSPECTS) and now - item["last_modified"].timestamp() < NOTE_SECONDS:
-                    self.suspects += 1
+                else:
+                    self.suspects += name.startswith(SUSPECTS) and age < NOTE_SECONDS
         limit = asyncio.Semaphore(LISTINGS)
 
         async def fetch(name: str) -> tuple[str, bytes] | None:
@@ -271,8 +268,3 @@ class ObjectAdmin(TierAdmin):
     def _expire_notes(self) -> None:
         """Remove the notes and settlements about corrupt objects that count no more."""
         self._store.remove_documents(ended(self._store.document_times(), self.clock()))
-
-    async def begin_epoch(self, namespace: str, invalidation: bytes) -> str:
-        # The name alone decides. A namespace whose parameters are damaged has blocks that engines serve, too.
-        await asyncio.to_thread(begin_common, self._store, Namespace.named(namespace), invalidation)
-        return "engines that run follow within a minute, and empty their CPU tiers and disks"

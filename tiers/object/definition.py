@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tiering.admin.tier_admin import TierAdmin
-from tiering.api.keys import OffloadKey
-from tiering.api.namespace import Namespace
-from tiering.api.request import ReqContext
-from tiering.block_tier.definition import TierDefinition
-from tiering.block_tier.tier import BlockTier
-from tiering.errors import ConfigError
-from tiering.index.coordinated import CoordinatedIndex
-from tiering.index.places import place_prefix
-from tiering.index.shared import SharedIndex, object_name
-from tiering.medium.messages import IoTask
-from tiering.secondary.contract import TierContext
-from tiering.secondary.tier_stats import TierStats
+from tiering import ConfigError, ReqContext
+from tiering.tier import (
+    BlockTier,
+    CoordinatedIndex,
+    IoTask,
+    Namespace,
+    OffloadKey,
+    SharedIndex,
+    TierAdmin,
+    TierContext,
+    TierDefinition,
+    TierStats,
+)
 from tiers.object.bucket_options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.identity import BucketIdentity
 from tiers.object.verbs import Verb
@@ -54,6 +54,8 @@ class ObjectTier(BlockTier):
     It warns once if blocks are small, and counts requests as the service does.
     """
 
+    index: SharedIndex
+
     def __init__(self, context: TierContext, options: BucketOptions, store: ObjectStore) -> None:
         index = make_index(context, options, store)
         super().__init__(context, options, store, index, element_size=element_size(context.namespace))
@@ -68,10 +70,9 @@ class ObjectTier(BlockTier):
             logger.warning("tier %s: %s", self.name, warning)
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
-        namespace = self.namespace
-        if namespace is not None and self._renews:
+        if self.namespace is not None and self._renews:
             # The CPU tier holds these blocks, so no load shows their age in the bucket.
-            run = partial(_note_use, self._store, namespace, tuple(keys))
+            run = partial(self._store.note_use, map(self.index.place_of, tuple(keys)))
             self.io.run(IoTask("renewal", run, lambda result, error: None, lookup=True))
         return super().used(keys, req_context)
 
@@ -84,10 +85,6 @@ class ObjectTier(BlockTier):
         stats.answers_absent, stats.answers_conflict = requests.absent, requests.conflicts
         stats.refused_bytes = requests.refused_bytes
         return stats
-
-
-def _note_use(store: ObjectStore, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
-    store.note_use(map(partial(object_name, place_prefix(namespace)), keys))
 
 
 def build(options: BucketOptions, context: TierContext) -> ObjectTier:
@@ -111,7 +108,7 @@ def make_admin(options: BucketOptions, replica: str | None) -> TierAdmin:
     _need_packages(options)
     from tiers.object.command import ObjectAdmin
 
-    return ObjectAdmin(options, replica)
+    return ObjectAdmin(options)
 
 
 def _need_packages(options: BucketOptions) -> None:

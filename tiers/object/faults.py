@@ -22,8 +22,8 @@ from obstore.exceptions import (
     UnknownConfigurationKeyError,
 )
 
-from tiering.api.masking import mask_text
-from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.tier import mask_text
 
 STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """The exceptions that obstore's functions raise; some failures come as built-in types."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore
 
-from tiering.admin.records import Finding, Severity
+from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud, client_options
 from tiers.object.environment import EnvironmentSource, fingerprint, present_source

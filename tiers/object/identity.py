@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from xxhash import xxh3_128
 
-from tiering.admin.records import Finding, Severity
-from tiering.errors import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering import PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.tier import Finding, Severity
 from tiers.object.names import IDENTITY
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from tiering.admin.records import Finding, Severity
-from tiering.api.masking import mask_text
-from tiering.errors import PermanentStoreError, StoreError
+from tiering import PermanentStoreError, StoreError
+from tiering.tier import Finding, Severity, mask_text
 from tiers.object.bucket_options import BucketOptions, small_block_warning, without_ttl
 from tiers.object.cloud import Cloud, authorities
 from tiers.object.clouds import make_cloud

@@ -12,8 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from tiering.errors import StoreError
-from tiering.runtime.pool import ThreadPool
+from tiering import StoreError
+from tiering.tier import ThreadPool
 
 logger = logging.getLogger("kv_tiering.object")
 

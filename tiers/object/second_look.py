@@ -6,8 +6,8 @@ import hashlib
 
 import obstore
 
-from tiering.errors import TemporaryStoreError
-from tiering.medium.block_store import RawBlock
+from tiering import TemporaryStoreError
+from tiering.tier import RawBlock
 from tiers.object.cloud import Cloud
 from tiers.object.faults import STORE_FAILURES
 from tiers.object.sender import RequestSender

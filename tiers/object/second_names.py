@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tiering.medium.block_store import Place
+from tiering.tier import Place
 
 MOST_NAMES = 3
 """Number of further names of one block."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
 from tiers.object.cloud import Cloud
 from tiers.object.faults import STORE_FAILURES, Cause
 from tiers.object.verbs import Verb

@@ -17,9 +17,8 @@ import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits
-from tiering.runtime.pool import ThreadPool
+from tiering import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.tier import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits, ThreadPool
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud, batches
 from tiers.object.clouds import make_cloud

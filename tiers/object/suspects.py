@@ -29,8 +29,8 @@ from typing import Protocol, Self
 
 from xxhash import xxh3_128
 
-from tiering.errors import PermanentStoreError
-from tiering.medium.block_store import RawBlock, Settlement
+from tiering import PermanentStoreError
+from tiering.tier import RawBlock, Settlement
 from tiers.object.names import SETTLEMENTS, SUSPECTS
 
 APART = 60.0

@@ -1,6 +1,5 @@
 """A memory pool on a Valkey or Redis server, shared by many engines."""
 
-from tiers.valkey.definition import VALKEY_TIER
-from tiers.valkey.valkey_options import ValkeyOptions
+from tiers.valkey.tier import VALKEY_TIER, ValkeyOptions
 
 __all__ = ["VALKEY_TIER", "ValkeyOptions"]

@@ -26,16 +26,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from tiering.errors import ConfigError, StoreError, TemporaryStoreError
-from tiers.valkey.address import Credentials, ServerAddress
-from tiers.valkey.faults import UnknownScriptError, is_refusal, translate
-from tiers.valkey.values import peek, read_value
-
-__all__ = ["NO_VALKEY", "ServerAddress", "Subscription", "ValkeyClient", "Word"]
+from tiering import (
+    ConfigError,
+    OutOfSpaceError,
+    PermanentStoreError,
+    StoreError,
+    TemporaryStoreError,
+    WritesRefusedError,
+)
+from tiering.tier import mask_text, record_secrets
 
 NO_VALKEY = (
     "the package valkey is missing; install kv-tiering with its extra valkey (in a clone: pip install '.[valkey]')"
@@ -44,6 +50,98 @@ NO_VALKEY = (
 
 Word = str | bytes | int | float | memoryview
 """A word of a command, as the client library encodes it."""
+
+PASSWORD_VARIABLE = "VALKEY_PASSWORD"
+"""Environment variable with the password, unless the address names another one."""
+
+DEFAULT_PORT = 6379
+
+_SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FORM = (
+    "write it like valkey://host[:port][/database][?auth_env=VARIABLE], or valkeys:// for TLS; "
+    "a user stands before the host, with an @ between them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Address of a server. Its text contains no password."""
+
+    host: str
+    """Name or IP address of the server."""
+    port: int = DEFAULT_PORT
+    """TCP port; default 6379."""
+    database: int = 0
+    """Number of the database; default 0."""
+    user: str | None = None
+    """User of the server's access list; None (default): the server's default user."""
+    tls: bool = False
+    """True to encrypt and to verify the server's certificate and host; default False."""
+    password_variable: str = PASSWORD_VARIABLE
+    """Environment variable with the password; default VALKEY_PASSWORD. Without it, no password is sent."""
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Return the address that ``url`` names.
+
+        Raises:
+            ConfigError: ``url`` is not the address of a server, or it contains a password.
+        """
+        shown = mask_text(repr(url))
+        try:
+            parts = urlsplit(url)
+            port = DEFAULT_PORT if parts.port is None else parts.port
+            query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True)) if parts.query else {}
+        except ValueError as error:
+            raise ConfigError(f"{shown} is not the address of a server; {_FORM}") from error
+        if parts.scheme not in _SCHEMES:
+            raise ConfigError(f"{shown} has none of the schemes {', '.join(_SCHEMES)}; {_FORM}")
+        if parts.password is not None:
+            raise ConfigError(
+                f"an address must not contain a password; put the password into the environment variable "
+                f"{PASSWORD_VARIABLE}, or name another variable with ?auth_env=NAME"
+            )
+        database = parts.path.removeprefix("/") or "0"
+        if not parts.hostname or not re.fullmatch(r"\d{1,4}", database) or parts.fragment or set(query) - {"auth_env"}:
+            raise ConfigError(f"{shown} is not the address of a server; {_FORM}")
+        variable = query.get("auth_env", PASSWORD_VARIABLE)
+        if not _VARIABLE.fullmatch(variable):
+            raise ConfigError(f"auth_env must name an environment variable; {shown} names none")
+        user = unquote(parts.username) if parts.username else None
+        return cls(parts.hostname, port, int(database), user, _SCHEMES[parts.scheme], variable)
+
+    def __str__(self) -> str:
+        user = f"{self.user}@" if self.user else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        database = f"/{self.database}" if self.database else ""
+        return f"{'valkeys' if self.tls else 'valkey'}://{user}{host}:{self.port}{database}"
+
+    def password(self) -> str | None:
+        """Return the password from the environment, or None; messages mask the password from now on."""
+        password = os.environ.get(self.password_variable) or None
+        record_secrets("password", password)
+        return password
+
+
+class Credentials:
+    """User and password of a server, read from the environment for each new connection."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        self._address = address
+
+    def __bool__(self) -> bool:
+        return self._address.user is not None or self._address.password() is not None
+
+    def get_credentials(self) -> tuple[str, ...]:
+        """Return the words of the command AUTH."""
+        user, password = self._address.user, self._address.password()
+        if password is None:
+            # With an exception of its own, valkey-py closes the connection; it would keep it after any other.
+            from valkey.exceptions import AuthenticationError
+
+            raise AuthenticationError(f"the environment variable {self._address.password_variable} is not set")
+        return (password,) if user is None else (user, password)
 
 
 class ValkeyClient:
@@ -170,7 +268,16 @@ class ValkeyClient:
         """
         with self._translated("GET"), self._connection() as connection:
             connection.send_command("GET", key)
-            return read_value(connection, parts, time.monotonic() + self._timeout)
+            return _read_value(connection, parts, time.monotonic() + self._timeout)
+
+    def info(self) -> dict[str, str]:
+        """Return the server's facts about itself (INFO), by name.
+
+        Raises:
+            StoreError: the server cannot be reached, or refuses the command.
+        """
+        lines = bytes(self.call("INFO")).decode(errors="replace").splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def peek(self, key: str | bytes, limit: int) -> tuple[int, bytes]:
         """Return the length of a value, and its first ``limit`` bytes; an absent value has the length 0.
@@ -179,7 +286,7 @@ class ValkeyClient:
             StoreError: the server cannot be reached, or refuses a command.
         """
         with self._translated("GETRANGE"), self._connection() as connection:
-            return peek(connection, key, limit)
+            return _peek(connection, key, limit)
 
     def unlink_if(self, key: str | bytes, limit: int, matches: Callable[[int, bytes], bool]) -> bool:
         """Remove a value if it is still the one that was looked at, and return True if it was removed.
@@ -202,7 +309,7 @@ class ValkeyClient:
         with self._translated("UNLINK"), self._connection() as connection:
             run("WATCH", key)
             try:
-                if not matches(*peek(connection, key, limit)):
+                if not matches(*_peek(connection, key, limit)):
                     return False
                 run("MULTI")
                 run("UNLINK", key)
@@ -305,3 +412,133 @@ class Subscription:
     def close(self) -> None:
         """End the subscription and close its connection; may be called twice."""
         self._pubsub.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+_HEAD = 4096
+"""Bytes of the first read of a reply: the line with its length, and the beginning of the value."""
+
+
+def _peek(connection: Any, key: str | bytes, limit: int) -> tuple[int, bytes]:
+    connection.send_command("STRLEN", key)
+    length = connection.read_response()
+    connection.send_command("GETRANGE", key, 0, limit - 1)
+    return length, connection.read_response()
+
+
+def _read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -> int | None:
+    """Read the reply to a GET from the socket; see :meth:`ValkeyClient.read_into`."""
+    from valkey.exceptions import ConnectionError as Lost
+    from valkey.exceptions import InvalidResponse
+    from valkey.exceptions import TimeoutError as TimedOut
+
+    # valkey-py has no call that reads into given memory, and its own copies of a value cost more than the network.
+    receive = connection._sock.recv_into
+
+    def fill(view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            if time.monotonic() > deadline:
+                raise TimedOut("Timeout reading from socket")
+            count = receive(view[done:])
+            if not count:
+                raise Lost("Connection closed by server.")
+            done += count
+
+    head = memoryview(bytearray(_HEAD))
+    have = end = 0
+    try:
+        while (end := bytes(head[:have]).find(b"\r\n")) < 0:
+            count = receive(head[have:])
+            if not count:
+                raise Lost("Connection closed by server.")
+            have += count
+        line = bytes(head[:end])
+        if line[:1] == b"-":
+            raise connection._parser.parse_error(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise InvalidResponse(f"Protocol Error: {line[:40]!r}")
+        length = int(line[1:])
+        if length < 0:
+            return None
+        if length > sum(map(len, parts)):
+            connection.disconnect()  # the rest of the value is not worth reading
+            return length
+        rest, left = head[end + 2 : have], length
+        for part in parts:
+            part = part[:left]
+            early = min(len(part), len(rest))
+            part[:early] = rest[:early]
+            fill(part[early:])
+            rest, left = rest[early:], left - len(part)
+        fill(memoryview(bytearray(2 - len(rest))))
+    except TimeoutError as error:
+        raise TimedOut("Timeout reading from socket") from error
+    except OSError as error:
+        raise Lost(f"Error while reading from socket: {error}") from error
+    return length
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+class UnknownScriptError(TemporaryStoreError):
+    """The server lacks a script: it was restarted empty, or its scripts were flushed."""
+
+
+_CLUSTER = "the server is a node of a cluster; clusters are not supported, name a single server"
+
+_EXCEPTIONS: dict[str, tuple[type[StoreError], str]] = {
+    "AuthenticationError": (PermanentStoreError, "wrong user or password, or none given"),
+    "NoPermissionError": (PermanentStoreError, "no permission; extend the user's access list"),
+    "OutOfMemoryError": (OutOfSpaceError, "out of memory; blocks that are held are still served"),
+    "ReadOnlyError": (WritesRefusedError, "the server is a read-only replica; name the primary"),
+    "BusyLoadingError": (TemporaryStoreError, "the server is still loading its data"),
+    "NoScriptError": (UnknownScriptError, "the server lacks a script, and could not load it"),
+    "TimeoutError": (TemporaryStoreError, "no answer within the time-out"),
+}
+"""Exceptions of valkey-py, with their meaning."""
+
+_CODES: dict[str, tuple[type[StoreError], str]] = {
+    "NOREPLICAS": (WritesRefusedError, "too few replicas are connected, so the server takes no writes"),
+    "MISCONF": (WritesRefusedError, "the server cannot write its snapshot, so it takes no writes"),
+    "MASTERDOWN": (TemporaryStoreError, "the replica has lost its primary"),
+    "BUSY": (TemporaryStoreError, "the server runs a long script"),
+    "TRYAGAIN": (TemporaryStoreError, "the server is not ready for the command"),
+    "MOVED": (PermanentStoreError, _CLUSTER),
+    "CLUSTERDOWN": (PermanentStoreError, _CLUSTER),
+}
+"""Error codes for which valkey-py has no exception of its own, with their meaning."""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True if ``error`` is the server's whole reply, so that the connection can be used again."""
+    from valkey.exceptions import ResponseError
+
+    return isinstance(error, ResponseError)
+
+
+def translate(error: Exception, doing: str) -> StoreError | None:
+    """Return the :class:`StoreError` for an exception of valkey-py; None for any other exception.
+
+    Args:
+        error: the exception.
+        doing: the command, and the server; ends the message.
+    """
+    from valkey import exceptions as known
+
+    text = mask_text(str(error))
+    kind: type[StoreError]
+    for name, (kind, meaning) in _EXCEPTIONS.items():
+        if isinstance(error, getattr(known, name)):
+            return kind(f"{meaning}: {text} ({doing})")
+    if isinstance(error, known.ResponseError):
+        kind, meaning = _CODES.get(text.split(" ")[0], (PermanentStoreError, "refused"))
+    elif "CERTIFICATE_VERIFY_FAILED" in text:
+        kind, meaning = PermanentStoreError, "TLS: the certificate is refused; name its authority with ca_file"
+    elif isinstance(error, (known.ValkeyError, OSError)) and not isinstance(error, known.DataError):
+        kind, meaning = TemporaryStoreError, "no connection"
+    else:
+        return None
+    return kind(f"{meaning}: {text} ({doing})")

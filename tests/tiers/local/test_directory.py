@@ -218,7 +218,7 @@ def test_a_directory_on_a_read_only_disk_is_served_and_written_again_when_it_can
     with opened(tmp_path) as rig:
         rig.store(K[:8])
     files = ReadOnly()
-    monkeypatch.setattr("tiers.local.lock.open_plain", files.open)
+    monkeypatch.setattr("tiers.local.lock._FILES", files)
     rig = LocalRig(tmp_path, files=files, **PROBES)  # type: ignore[arg-type]
     rig.open()
     assert rig.load(K[:8]) == K[:8]

@@ -494,8 +494,8 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     index.end_store(keys, plan.places, [True] * 3, 0.0)
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
-    for start in range(0, 16, 5):
-        builder.add(index.slice(start, min(start + 5, 16)))
+    while not builder.copy(index, 5):
+        pass
     write_checkpoint(tmp_path, builder, Files())
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
@@ -533,8 +533,8 @@ def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written
     geometry, files = SegmentGeometry(SLOT_BYTES, 16, 4), _Pieces()
     modified = {number: (number + 7, 1_000_000_007 * number) for number in range(4)}
     builder = CheckpointBuilder(geometry, bytes(range(16)), 3, 7)
-    for start in range(0, 64, 10):
-        builder.add(index.slice(start, min(start + 10, 64)))
+    while not builder.copy(index, 10):
+        pass
     assert write_checkpoint(tmp_path, builder, files, modified) == 40
     order = sorted(zip(plan.places, keys, strict=True), key=lambda item: index._used[int(item[0])])
     header = struct.pack(
@@ -557,7 +557,7 @@ def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written
 def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
     builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
-    builder.add(SlotIndex(16).slice(0, 16))
+    assert builder.copy(SlotIndex(16), 16)
     write_checkpoint(tmp_path, builder, Files())
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)

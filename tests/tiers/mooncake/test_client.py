@@ -18,7 +18,7 @@ from tiering.testing.clock import FakeClock, until
 from tiering.testing.frames import block_to_get
 from tiers.mooncake import MooncakeOptions
 from tiers.mooncake.client import HeaderPage, PoolClient, load
-from tiers.mooncake.store import LATE_SECONDS, MooncakeStore
+from tiers.mooncake.tier import LATE_SECONDS, MooncakeStore
 
 BLOCK = 4096
 OPTIONS = MooncakeOptions(master="127.0.0.1:1", host="127.0.0.1")

@@ -20,7 +20,7 @@ from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
 from tiers.mooncake import MOONCAKE_TIER, MooncakeOptions
 from tiers.mooncake.client import PoolClient
-from tiers.mooncake.store import MooncakeStore
+from tiers.mooncake.tier import MooncakeStore
 
 _prefixes = itertools.count()
 

@@ -22,7 +22,7 @@ BLOCK = 64 << 10
 @pytest.fixture(autouse=True)
 def _no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``epoch new`` look once whether the server has kept the epoch."""
-    monkeypatch.setattr("tiers.valkey.command.SURE_SECONDS", 1e-9)
+    monkeypatch.setattr("tiering.admin.shared_admin.SURE_SECONDS", 1e-9)
 
 
 @pytest.fixture

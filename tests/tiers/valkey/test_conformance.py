@@ -15,8 +15,7 @@ from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests
-from tiers.valkey import VALKEY_TIER, ValkeyOptions
-from tiers.valkey.store import ValkeyStore
+from tiers.valkey.tier import VALKEY_TIER, ValkeyOptions, ValkeyStore
 
 _prefixes = itertools.count()
 

@@ -21,8 +21,7 @@ from tiering.testing.clock import FakeClock
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
-from tiers.valkey import VALKEY_TIER, ValkeyOptions
-from tiers.valkey.store import ValkeyStore
+from tiers.valkey.tier import VALKEY_TIER, ValkeyOptions, ValkeyStore
 
 BLOCK = 64 << 10
 Make = Callable[..., TierRig]

@@ -9,8 +9,8 @@ from urllib.parse import urljoin, urlsplit
 
 from obstore.store import S3Store
 
-from tiering.api.masking import mask_text
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
+from tiering.tier import mask_text
 from tiers.object.bucket_options import S3Words
 from tiers.object.cloud import client_options, verification
 from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource

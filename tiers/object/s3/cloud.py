@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tiering.admin.records import Finding, Severity
-from tiering.errors import PermanentStoreError, TemporaryStoreError
+from tiering import PermanentStoreError, TemporaryStoreError
+from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions, S3Words
 from tiers.object.cloud import Cloud
 from tiers.object.faults import SPACE, Cause, Dialect, summary

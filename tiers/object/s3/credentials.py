@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiering.errors import ConfigError, PermanentStoreError, StoreError
+from tiering import ConfigError, PermanentStoreError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
 from tiers.object.bucket_options import S3Words
 from tiers.object.cloud import verification
 from tiers.object.faults import summary

@@ -8,8 +8,8 @@ import email.utils
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiering.admin.records import Finding, Severity
-from tiering.errors import PermanentStoreError
+from tiering import PermanentStoreError
+from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import S3Words
 from tiers.object.faults import OBJECT_LOCK, summary
 from tiers.object.names import BLOCKS, DOCUMENTS

@@ -1,17 +1,38 @@
-"""Block store on a Mooncake pool: rows are written and read directly, in batches."""
+"""The Mooncake tier: rows are written to a pool and read from it directly, in batches."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tiering.errors import CorruptBlockError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering import CorruptBlockError, OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.tier import (
+    BatchStore,
+    BlockIO,
+    BlockTier,
+    Done,
+    Finding,
+    KnownNamespace,
+    Outcome,
+    Place,
+    Severity,
+    SharedIndex,
+    StoreProbe,
+    StoreTraits,
+    TierAdmin,
+    TierContext,
+    TierDefinition,
+    TierOptions,
+    UnsupportedError,
+    format_bytes,
+)
 from tiers.mooncake.client import HEADER_BYTES, PAGE_HEADERS, Connection, HeaderPage, PoolClient
-from tiers.mooncake.mooncake_options import MooncakeOptions
+from tiers.mooncake.mooncake_options import LEAST_SEGMENT, MooncakeOptions
 
 LATE_SECONDS = 50.0
 """Seconds after which a call that fails may leave transfers behind: Mooncake waits 60 s for them."""
@@ -34,7 +55,7 @@ _REASONS = {
 }
 
 
-class MooncakeStore(BlockStore):
+class MooncakeStore(BatchStore):
     """Blocks in a pool. Several threads may call at once.
 
     A put does not replace a block: its name contains the namespace and the key, so it holds the same block. A get whose
@@ -69,17 +90,6 @@ class MooncakeStore(BlockStore):
         self._client.close()
 
     # ---------------------------------------------------------------------------------------------------------- data
-
-    def put_one(self, block: BlockIO) -> None:
-        (outcome,) = self.put((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-
-    def get_one(self, block: BlockIO) -> Done:
-        (outcome,) = self.get((block,))
-        if isinstance(outcome, StoreError):
-            raise outcome
-        return outcome
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self._move(blocks, self._put)
@@ -180,3 +190,74 @@ class MooncakeStore(BlockStore):
     def name(self, place: Place) -> str:
         """Return the name of the block at ``place`` in the pool."""
         return f"{self._prefix}{place}"
+
+
+class MooncakeAdmin(TierAdmin):
+    """Administration of a pool, which cannot list its blocks."""
+
+    options: MooncakeOptions
+
+    @property
+    def place(self) -> str:
+        return self.options.location
+
+    def check(self, block_bytes: int) -> Iterator[Finding]:
+        client = PoolClient(self.options.model_copy(update={"segment_size": None}), memoryview(b""))
+        began = time.monotonic()
+        try:
+            client.open()
+            client.close()
+        except StoreError as error:
+            yield Finding(Severity.ERROR, "master", str(error), "start mooncake_master, or correct master")
+            return
+        took = 1e3 * (time.monotonic() - began)
+        yield Finding(Severity.OK, "master", f"{self.options.master} answers; a client is set up in {took:.0f} ms")
+        given = self.options.segment_size
+        if not given:
+            remedy = "start mooncake_client processes, or set segment_size"
+            yield Finding(Severity.INFO, "memory", "this engine gives no memory to the pool", remedy)
+            return
+        yield Finding(Severity.INFO, "memory", f"each engine gives {format_bytes(given)} to the pool")
+        if given < 8 * block_bytes:
+            text = f"{format_bytes(given)} hold few blocks of {format_bytes(block_bytes)}"
+            yield Finding(Severity.WARNING, "block size", text, "raise segment_size")
+
+    @contextlib.contextmanager
+    def scratch(self, capacity: int) -> Iterator[TierOptions | None]:
+        given = max(LEAST_SEGMENT, capacity) if self.options.segment_size else None
+        prefix = f"{self.options.prefix}/scratch-{secrets.token_hex(4)}"
+        options = self.options.model_copy(update={"prefix": prefix, "segment_size": given})
+        store = MooncakeStore(options, PoolClient(options.model_copy(update={"segment_size": None}), memoryview(b"")))
+        try:
+            yield options
+        finally:
+            store.open()
+            try:
+                store.reclaim("")
+            finally:
+                store.close()
+
+    async def namespaces(self) -> list[KnownNamespace]:
+        raise UnsupportedError(f"the tier {self.name} cannot list its blocks: Mooncake has no such call")
+
+
+def build(options: MooncakeOptions, context: TierContext) -> BlockTier:
+    """Return a Mooncake tier that is not open yet.
+
+    Raises:
+        ConfigError: Mooncake's package is missing.
+    """
+    store = MooncakeStore(options, PoolClient(options, context.primary_view))
+    return BlockTier(context, options, store, SharedIndex.of(options))
+
+
+MOONCAKE_TIER = TierDefinition(
+    options=MooncakeOptions,
+    build=build,
+    persistent=True,
+    location=lambda options: options.location,
+    distance="network",
+    # An epoch document that the pool loses while it keeps an older one would bring back older blocks.
+    needs_revision="the pool keeps no documents, so the stack must name the weights itself",
+    admin=MooncakeAdmin,
+)
