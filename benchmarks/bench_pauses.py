@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import resource
 import secrets
 import threading
 import time
@@ -49,19 +50,26 @@ class Longest:
     """The longest calls of each kind, in milliseconds."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, tuple[float, float, int]] = {}
-        """Longest time and CPU time, and number of calls."""
+        self.calls: dict[str, tuple[float, float, int, int]] = {}
+        """Longest time and CPU time, page faults of the call with the longest CPU time, and number of calls."""
 
     def call(
         self, kind: str, function: Callable[Arguments, Result], *args: Arguments.args, **kw: Arguments.kwargs
     ) -> Result:
         """Call ``function``, and note how long it takes."""
+        before = _page_faults()
         cpu, begin = time.thread_time(), time.perf_counter()
         result = function(*args, **kw)
         wall, cpu = time.perf_counter() - begin, time.thread_time() - cpu
-        longest = self.calls.get(kind, (0.0, 0.0, 0))
-        self.calls[kind] = max(longest[0], wall * 1e3), max(longest[1], cpu * 1e3), longest[2] + 1
+        faults = _page_faults() - before
+        longest = self.calls.get(kind, (0.0, 0.0, 0, 0))
+        most = max((longest[1:3]), (cpu * 1e3, faults))
+        self.calls[kind] = max(longest[0], wall * 1e3), *most, longest[3] + 1
         return result
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def _resident() -> int:
@@ -80,9 +88,10 @@ def run(bench: Bench) -> None:
 def _measure_all(bench: Bench) -> None:
     for count in (20_000,) if bench.quick else (1_000_000, 4_000_000, 10_000_000):
         longest, memory = _measure(bench, count)
-        rows = [(kind, calls, wall, cpu) for kind, (wall, cpu, calls) in longest.calls.items()]
-        bench.table(f"longest calls, {count:,} blocks", ("call", "calls", "longest, ms", "longest CPU, ms"), rows)
-        most = max(cpu for kind, (_, cpu, _) in longest.calls.items() if kind != "create")
+        rows = [(kind, calls, wall, cpu, faults) for kind, (wall, cpu, faults, calls) in longest.calls.items()]
+        columns = ("call", "calls", "longest, ms", "longest CPU, ms", "its page faults")
+        bench.table(f"longest calls, {count:,} blocks", columns, rows)
+        most = max(cpu for kind, (_, cpu, *_) in longest.calls.items() if kind != "create")
         bench.target(f"longest call in CPU time, {count:,} blocks", most, 5.0, "max", "ms")
         bench.target(f"memory of a checkpoint, {count:,} blocks", memory / 2**20, 64.0, "max", "MiB")
 

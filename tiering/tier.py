@@ -73,6 +73,7 @@ from tiering.secondary.options import (
     TtlOptions,
 )
 from tiering.secondary.tier_stats import TierStats
+from tiering.table.row_array import row_array
 
 __all__ = [
     "HEADER_BYTES",
@@ -152,5 +153,6 @@ __all__ = [
     "parse_header",
     "parse_place",
     "record_secrets",
+    "row_array",
     "store_error",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import sys
 import threading
 
 import numpy as np
@@ -43,11 +45,18 @@ def test_all_sizes_answer_as_one_dictionary(held: list[bytes], asked: list[bytes
             list(table.rows(asked))
 
 
-def test_a_large_table_grows_by_one_dictionary_of_many() -> None:
-    table = KeyRows(10_000_000)
-    keys = [bytes([first]) + key for first in range(256) for key in ALL]
-    table.put(keys, range(len(keys)))
-    assert [(len(part), {key[0] for key in part}) for part in table.take()] == [(40, {first}) for first in range(256)]
+def test_the_dictionaries_of_a_large_table_are_small_and_grow_at_different_times() -> None:
+    table = KeyRows(1_000_000)
+    grown: list[int] = []
+    sizes = [0] * 123
+    for start in range(0, 400_000, 64):
+        keys = [secrets.token_bytes(36) for _ in range(64)]
+        table.put(keys, range(start, start + 64))
+        before, sizes = sizes, [sys.getsizeof(part) for part in table._different]
+        grown.append(sum(size - old for size, old in zip(sizes, before, strict=True) if old > 1 << 16))
+    assert max(grown) <= 3 << 17, "no call builds many bytes anew"
+    lengths = sorted(map(len, table.take()))
+    assert lengths[0] < 400_000 / 123 < lengths[-1] < 2.5 * lengths[0]
 
 
 def test_a_cleared_table_gives_its_dictionaries_away_as_they_are() -> None:

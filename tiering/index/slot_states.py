@@ -17,6 +17,7 @@ from tiering.api.keys import OffloadKey
 from tiering.medium.block_store import Place
 from tiering.table.block_table import BlockTable
 from tiering.table.policies.policy import Rows
+from tiering.table.row_array import row_array
 
 
 class SlotStates:
@@ -41,7 +42,7 @@ class SlotStates:
         """Number of foreign slots."""
         self._foreign_queue: deque[Rows] = deque()
         """Foreign slots in the order of their use, and slots that are not foreign any more."""
-        self.is_foreign: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.is_foreign: NDArray[np.bool_] = row_array(num_slots, np.bool_)
         """Mask of the foreign slots."""
         self._retired: set[int] = set()
         self.bad: set[int] = set()

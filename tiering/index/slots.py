@@ -37,6 +37,7 @@ from tiering.table.block_table import BlockTable
 from tiering.table.disposal import Table
 from tiering.table.free_rows import WRITING
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.row_array import row_array
 
 Sequences = NDArray[np.uint64]
 """Sequence numbers of frames; a larger number was written later."""
@@ -103,7 +104,7 @@ class SlotIndex(TierIndex):
         self._shrinking = False
         self.growing = False
         """True while the medium prepares more slots: no block is evicted, and blocks without one are declined."""
-        self._used: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self._used: NDArray[np.int64] = row_array(num_slots, np.int64)
         self._tick = 0
         self._sequences: Sequences | None = None
 
@@ -263,7 +264,7 @@ class SlotIndex(TierIndex):
 
     def begin_recovery(self) -> None:
         """Begin recovery: :meth:`merge` will add blocks found on the medium."""
-        self._sequences = np.zeros(self.num_slots, np.uint64)
+        self._sequences = row_array(self.num_slots, np.uint64)
 
     def end_recovery(self) -> None:
         """End recovery: no further blocks will be merged."""

@@ -36,6 +36,7 @@ from tiering.table.free_rows import FREE, NO_ROWS, UNSEEN, WRITING, FreeRows
 from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.builtin import load_policy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
+from tiering.table.row_array import row_array
 
 MAX_ROWS = 1 << 29
 """Largest number of rows in a table. Row numbers have 32 bits.
@@ -98,7 +99,7 @@ class BlockTable:
         """Key → row of the blocks that are being written. Only the table's methods change it."""
         self.refs: RefCounts = np.full(num_rows, FREE if rows_free else UNSEEN, np.int32)
         """Reference count of each row: 0 evictable, n > 0 for n readers, -1 being written, -2 free, -3 unseen."""
-        self.keys: RowKeys = np.empty(num_rows, object)
+        self.keys: RowKeys = row_array(num_rows, object)
         """Key of each row; meaningless where no block is."""
         policy = load_policy(eviction) if isinstance(eviction, str) else eviction
         self.policy: EvictionPolicy = policy(num_rows, self.refs, self.keys)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.table.policies.policy import RefCounts, Rows, distinct
+from tiering.table.row_array import row_array
 
 WRITING = -1
 """Reference count of a row that is being written. Such a row is neither readable nor evictable."""
@@ -43,7 +44,7 @@ class FreeRows:
     def __init__(self, refs: RefCounts, *, rows_free: bool) -> None:
         num_rows = len(refs)
         self._refs = refs
-        self._rows: NDArray[np.int32] = np.empty(num_rows, np.int32)
+        self._rows: NDArray[np.int32] = row_array(num_rows, np.int32)
         """The list, in the first entries. The last of these is reserved first."""
         self._listed = 0
         """Number of entries in the list."""
@@ -53,7 +54,7 @@ class FreeRows:
         """First row ahead of the sweep."""
         self._unswept = num_rows if rows_free else 0
         """Number of free rows ahead of the sweep."""
-        self._inserted: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self._inserted: NDArray[np.bool_] = row_array(num_rows, np.bool_)
         """Mask of the rows ahead of the sweep in which a block was inserted."""
 
     @property
@@ -151,7 +152,7 @@ class FreeRows:
         self.swept = self._listed = 0
         self._unswept = free
         self._withdrawn.clear()
-        self._inserted = np.zeros(len(self._refs), np.bool_)
+        self._inserted = row_array(len(self._refs), np.bool_)
 
     def _sweep(self) -> None:
         """List the free rows among the next ones ahead. They are reserved after all that are listed."""

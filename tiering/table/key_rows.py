@@ -1,10 +1,9 @@
 """The keys of a table with their rows, in several dictionaries.
 
 A dictionary that grows, or that has replaced most of its keys, is built anew in one go. With 10 million keys, that
-takes most of a second. Large tables therefore have several dictionaries, chosen by the first byte of a key. Keys begin
-with a hash, so that the dictionaries have about the same size, and each is built anew at another time. There are no
-more dictionaries than needed, and a small table has one: the search for the right one costs some nanoseconds for each
-key, and neighbours in time are neighbours in memory.
+takes most of a second. Large tables therefore have several dictionaries, chosen by the first bits of a key's hash,
+which every search needs anyway. Their shares of the keys differ, by up to a factor of two, so that each is built anew
+at another time. A small table has one dictionary: neighbours in time are then neighbours in memory.
 """
 
 from __future__ import annotations
@@ -12,19 +11,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, repeat, takewhile
-from operator import contains, delitem, getitem, itemgetter, not_, setitem
+from operator import contains, delitem, getitem, not_, rshift, setitem
+from sys import hash_info
 
-UNDIVIDED_ROWS = 1 << 17
-"""Largest number of rows of a table with one dictionary, which is built anew in less than 5 ms."""
+UNDIVIDED_ROWS = 1 << 16
+"""Largest number of rows of a table with one dictionary."""
 
-_KEYS_PER_TABLE = 1 << 16
-"""Keys in each of several dictionaries, with up to 16 million rows; built anew in about 2 ms."""
+_KEYS_PER_TABLE = 1 << 13
+"""Keys in each of several dictionaries, on average. One is built anew in about 1 ms."""
 
 Keys = dict[bytes, int]
 """Key → row."""
 
-_FIRST_BYTES = 256
-_first = itemgetter(0)
+_PLACES = 1 << 14
+"""Ranges of hashes, a power of two."""
+
+_MOST_TABLES = _PLACES // 4
+"""Largest number of dictionaries; each has two ranges at least."""
+
+_SHIFT = hash_info.width - 14
+"""Bits of a hash below those that choose the range: -8192 to 8191, an index of a list."""
 
 
 class KeyRows(Mapping[bytes, int]):
@@ -37,16 +43,16 @@ class KeyRows(Mapping[bytes, int]):
     __slots__ = ("_different", "_one", "_tables")
 
     def __init__(self, num_rows: int) -> None:
-        count = 1
-        while num_rows > UNDIVIDED_ROWS and count < _FIRST_BYTES and num_rows > count * _KEYS_PER_TABLE:
-            count *= 2
-        self._create(count)
+        self._create(1 if num_rows <= UNDIVIDED_ROWS else min(-(-num_rows // _KEYS_PER_TABLE), _MOST_TABLES))
 
     def _create(self, count: int) -> None:
         self._different: list[Keys] = [{} for _ in range(count)]
-        self._tables = self._different * (_FIRST_BYTES // count)
-        """Dictionary of each first byte."""
         self._one = self._different[0] if count == 1 else None
+        self._tables: list[Keys] = []
+        """Dictionary of each range of hashes; empty if there is one dictionary."""
+        for number, table in enumerate(self._different[count == 1 :], 1):
+            end = round(_PLACES * (2 ** (number / count) - 1))
+            self._tables += [table] * (end - len(self._tables))
 
     def take(self) -> list[Keys]:
         """Remove all keys, and return their dictionaries, at a cost that does not depend on the sizes."""
@@ -58,11 +64,11 @@ class KeyRows(Mapping[bytes, int]):
 
     def __contains__(self, key: object) -> bool:
         one = self._one
-        return key in (self._tables[key[0]] if one is None else one)  # type: ignore[index]
+        return key in (self._tables[hash(key) >> _SHIFT] if one is None else one)
 
     def __getitem__(self, key: bytes) -> int:
         one = self._one
-        return self._tables[key[0]][key] if one is None else one[key]
+        return self._tables[hash(key) >> _SHIFT][key] if one is None else one[key]
 
     def __iter__(self) -> Iterator[bytes]:
         return chain.from_iterable(self._different)
@@ -74,7 +80,7 @@ class KeyRows(Mapping[bytes, int]):
 
     def _tables_of(self, keys: Iterable[bytes]) -> Iterator[Keys]:
         """Return the dictionary of each key of a divided table."""
-        return map(self._tables.__getitem__, map(_first, keys))
+        return map(self._tables.__getitem__, map(rshift, map(hash, keys), repeat(_SHIFT)))
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading ``keys`` that are known."""

@@ -17,16 +17,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, OffloadKey, SlotIndex, TierStats
+from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, OffloadKey, SlotIndex, TierStats, row_array
 from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
 
-MERGE_BLOCKS = 256
+MERGE_BLOCKS = 64
 """Recovered blocks that are merged before the clock is read.
 
-The dictionaries of a large index reach their limits at about the same time. With more blocks, several of them would be
-built anew in one call.
+Their slots may be anywhere, so that each block may be the first to use a page of each of the index's arrays.
 """
 
 MERGE_SECONDS = 0.002
@@ -100,7 +99,7 @@ class RecoveryFeed(Chore):
             recover: returns the recovery's batches; called with None first, and again after an error, with a mask of
                 the slots that were already returned.
         """
-        self._told = np.zeros(self._index.num_slots, np.bool_)
+        self._told = row_array(self._index.num_slots, np.bool_)
         self._begin_again = recover
         self._recovery = recover(None)
         self._complete = self._resumed = self.foreign = False

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tiering.table.disposal import DISPOSAL
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 from tiering.table.policies.recency import RecencyLog, StampClock
+from tiering.table.row_array import row_array
 
 
 class ARCEvictionPolicy(EvictionPolicy):
@@ -29,7 +30,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         self._clock = StampClock(num_rows)
         self._t1 = RecencyLog(self._clock, refs)
         self._t2 = RecencyLog(self._clock, refs)
-        self._in_t2: NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self._in_t2: NDArray[np.bool_] = row_array(num_rows, np.bool_)
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()
         self.target = 0.0
@@ -94,7 +95,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         return np.concatenate(parts)
 
     def clear(self) -> None:
-        self._in_t2 = np.zeros(self.num_rows, np.bool_)
+        self._in_t2 = row_array(self.num_rows, np.bool_)
         self._t1.clear()
         self._t2.clear()
         DISPOSAL.add((self._b1, self._b2))

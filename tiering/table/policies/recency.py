@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
+from tiering.table.row_array import row_array
 
 _CHUNK = 4096
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -41,7 +42,7 @@ class StampClock:
     __slots__ = ("now", "stamps")
 
     def __init__(self, num_rows: int) -> None:
-        self.stamps: Stamps = np.zeros(num_rows, np.int64)
+        self.stamps: Stamps = row_array(num_rows, np.int64)
         """Stamp of each row's last use; 0 for a row that has left its list."""
         self.now = 1
         """Next stamp."""
@@ -89,7 +90,7 @@ class RecencyLog:
 
     def clear(self) -> None:
         """Forget every row. Stamps need not be reset, because no entry has them."""
-        self._parked: NDArray[np.bool_] = np.zeros(len(self._refs), np.bool_)
+        self._parked: NDArray[np.bool_] = row_array(len(self._refs), np.bool_)
         self._chunks: list[_Chunk] = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0

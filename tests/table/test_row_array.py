@@ -1,0 +1,38 @@
+"""The memory of large tables, which arrives in small pages."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiering.index.slots import SlotIndex
+from tiering.table.row_array import row_array
+from tiering.testing.keys import keys_of
+
+
+@pytest.mark.parametrize("dtype", [object, np.bool_, np.int32, np.int64])
+@pytest.mark.parametrize("rows", [0, 1, 5_000_000])
+def test_the_entries_are_empty(rows: int, dtype: type) -> None:
+    array = row_array(rows, dtype)
+    assert (len(array), array.dtype) == (rows, np.dtype(dtype))
+    assert not array[-2:].any()
+
+
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(), reason="there are no huge pages"
+)
+def test_the_first_blocks_of_a_large_index_take_no_more_than_the_pages_in_use() -> None:
+    index = SlotIndex(8_000_000)
+    before = _resident()
+    index.add_free(np.arange(4_000_000, 4_004_096))
+    keys = keys_of(*range(64))
+    plan = index.plan_store(keys, 0.0)
+    index.end_store(keys, plan.places, [True] * 64, 0.0)
+    assert _resident() - before < 1 << 20, "no array gets 2 MiB at once"
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

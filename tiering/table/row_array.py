@@ -1,0 +1,33 @@
+"""Arrays with one entry per row, whose memory the kernel gives in small pages.
+
+numpy requests huge pages for large arrays. The first use of a piece then clears 2 MiB in each of several arrays, in one
+call of the scheduler's thread, and on a busy machine the kernel first moves other memory out of the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def row_array(num_rows: int, dtype: type[Any]) -> NDArray[Any]:
+    """Return an array of zeros, or of None for objects; only the pages in use take memory.
+
+    Args:
+        num_rows: number of entries.
+        dtype: type of the entries.
+    """
+    array = np.empty(num_rows, object) if dtype is object else np.zeros(num_rows, dtype)
+    start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = array.ctypes.data + array.nbytes - start
+    if length > 0:
+        # Without support for huge pages, the kernel refuses, and there is nothing to avoid.
+        _libc.madvise(start, length, mmap.MADV_NOHUGEPAGE)
+    return array
