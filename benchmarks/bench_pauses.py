@@ -31,10 +31,10 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from benchmarks.harness import Bench
-from tiering.index.slots import SlotIndex
+from tiering.index.slots import SlotIndex, SlotsSlice
 from tiering.medium.files import Files
 from tiering.table.disposal import DISPOSAL
-from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.checkpoint import CheckpointWriter
 from tiers.local.checkpoints import SLICE_SLOTS
 from tiers.local.feed import MERGE_BLOCKS
 from tiers.local.marks import WrittenMarks
@@ -135,18 +135,28 @@ def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: L
     files = Files()
     marks = WrittenMarks(bench.directory, geometry, files, durable=False)
     before = most = _resident()
-    builder = CheckpointBuilder(geometry, bytes(16), marks.begin(), 1)
-    while not longest.call("copy for a checkpoint", builder.copy, index, SLICE_SLOTS):
-        pass
-    writer = threading.Thread(target=write_checkpoint, args=(bench.directory, builder, files))
-    writer.start()
-    while writer.is_alive():
+    writer = CheckpointWriter(bench.directory, geometry, bytes(16), marks.begin(), 1, files)
+    slices: queue.SimpleQueue[SlotsSlice | None] = queue.SimpleQueue()
+    written: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def write() -> None:
+        while (part := slices.get()) is not None:
+            writer.add(part)
+            written.put(True)
+        writer.finish()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for start in range(0, geometry.num_slots, SLICE_SLOTS):
+        slices.put(longest.call("copy for a checkpoint", index.slice, start, start + SLICE_SLOTS))
         keys = [secrets.token_bytes(36) for _ in range(BATCH)]
         longest.call("lookup while it is written", index.lookup_prefix, keys, 0.0)
+        written.get()
         most = max(most, _resident())
-        time.sleep(0.005)
+    slices.put(None)
+    thread.join()
     marks.close()
-    return most - before
+    return max(most, _resident()) - before
 
 
 def _read(bench: Bench, geometry: SegmentGeometry, longest: Longest, count: int) -> None:

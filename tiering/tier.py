@@ -30,7 +30,7 @@ from tiering.index.coordinated import CoordinatedIndex
 from tiering.index.coordination import Claim, Coordination, Heard, Inbox
 from tiering.index.places import parse_place
 from tiering.index.shared import SharedIndex
-from tiering.index.slots import SlotIndex
+from tiering.index.slots import SlotIndex, SlotsSlice
 from tiering.index.tier_index import Probe, StorePlan, TierIndex
 from tiering.medium.block_store import (
     BatchStore,
@@ -45,7 +45,7 @@ from tiering.medium.block_store import (
     StoreTraits,
 )
 from tiering.medium.chore import Backoff, Chore
-from tiering.medium.files import Files, store_error
+from tiering.medium.files import Files, fresh_name, store_error
 from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.medium.messages import IoTask
 from tiering.medium.side import IoSide
@@ -128,6 +128,7 @@ __all__ = [
     "Size",
     "SlotIndex",
     "SlotOptions",
+    "SlotsSlice",
     "StepEnd",
     "StorePlan",
     "StoreProbe",
@@ -147,6 +148,7 @@ __all__ = [
     "TtlOptions",
     "UnsupportedError",
     "format_bytes",
+    "fresh_name",
     "known_namespaces",
     "mask_text",
     "namespace_of",

@@ -65,8 +65,6 @@ class SlotsSlice:
     """True where a write is under way, so that only the medium knows the content."""
     used: NDArray[np.int64]
     """Number that grows with the last use."""
-    coarse: int
-    """Bits of ``used`` to be left out, so that 34 are left."""
     foreign: NDArray[np.bool_]
     """True for foreign slots (see the module)."""
 
@@ -352,8 +350,5 @@ class SlotIndex(TierIndex):
         keys = table.keys[start:stop].copy()
         present = table.has_block(start, stop)
         keys[~present] = None
-        coarse = max(0, self._tick.bit_length() - 34)
         foreign = self.states.is_foreign[start:stop].copy()
-        return SlotsSlice(
-            start, keys, present & (refs >= 0), refs == WRITING, self._used[start:stop].copy(), coarse, foreign
-        )
+        return SlotsSlice(start, keys, present & (refs >= 0), refs == WRITING, self._used[start:stop].copy(), foreign)

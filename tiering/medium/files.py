@@ -206,7 +206,6 @@ class Files:
         parts: Iterable[bytes | memoryview],
         *,
         durable: bool = True,
-        start: Callable[[], bytes] | None = None,
     ) -> None:
         """Replace the content of ``path`` atomically: readers see all of the old or all of the new content.
 
@@ -216,9 +215,8 @@ class Files:
             path: file to replace or create.
             parts: new content, in order.
             durable: wait until the content is on the device; default True.
-            start: returns, once all parts are written, bytes that replace the beginning; default: none.
         """
-        fresh = path.with_name(path.name + ".new")
+        fresh = fresh_name(path)
         self.unlink(fresh)
         fd = self.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -227,12 +225,28 @@ class Files:
                 view = memoryview(part).cast("B")
                 self.write_all(fd, view, offset)
                 offset += len(view)
-            if start is not None:
-                self.write_all(fd, memoryview(start()), 0)
             if durable:
                 self.fdatasync(fd)
         finally:
             self.close(fd)
-        self.rename(fresh, path)
+        self._put(path, durable)
+
+    def complete(self, path: Path, start: bytes) -> None:
+        """Replace ``path`` atomically and durably by its :func:`fresh_name`, whose first bytes become ``start``."""
+        fd = self.open(fresh_name(path), os.O_WRONLY)
+        try:
+            self.write_all(fd, memoryview(start), 0)
+            self.fdatasync(fd)
+        finally:
+            self.close(fd)
+        self._put(path, durable=True)
+
+    def _put(self, path: Path, durable: bool) -> None:
+        self.rename(fresh_name(path), path)
         if durable:
             self.sync_directory(path.parent)
+
+
+def fresh_name(path: Path) -> Path:
+    """Return the name under which the new content of ``path`` is written."""
+    return path.with_name(path.name + ".new")

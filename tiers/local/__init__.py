@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 from tiering.tier import Files, TierAdmin, TierContext, TierDefinition
-from tiers.local.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from tiers.local.checkpoint import Checkpoint, CheckpointWriter, read_checkpoint
 from tiers.local.layout import tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.segments import SegmentGeometry
@@ -29,6 +29,7 @@ from tiers.local.tier import LocalTier
 __all__ = [
     "LOCAL_TIER",
     "Checkpoint",
+    "CheckpointWriter",
     "Files",
     "LocalOptions",
     "LocalStore",
@@ -36,7 +37,6 @@ __all__ = [
     "SegmentGeometry",
     "read_checkpoint",
     "tier_directory",
-    "write_checkpoint",
 ]
 
 logger = logging.getLogger("kv_tiering.local")

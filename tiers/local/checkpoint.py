@@ -1,41 +1,46 @@
 """The checkpoint: a local tier's block table at one moment, in one file.
 
-With a checkpoint, a restart need not read a million headers. The index is copied slice by slice while the tier works
-(:class:`CheckpointBuilder`). Three kinds of slots are read again at a restart:
+With a checkpoint, a restart need not read a million headers. The index is copied slice by slice while the tier works,
+and each slice is written before the next one is copied (:class:`CheckpointWriter`). Three kinds of slots are read again
+at a restart:
 
 - slots in segments written after the generation began, which are marked (:mod:`tiers.local.marks`);
 - slots that were being written when they were copied, which the checkpoint lists;
 - slots in segments whose files have changed: the checkpoint has the inode of each and the time of its last write.
 
-The file has a header, then these parts. The held blocks come least recently used first, as slots (4 bytes each), key
-lengths (2 each) and keys. The slots that were being written, the foreign slots, and the segments (4 bytes each) follow.
-The last part is each segment's inode and time (8 bytes each). The header has a version, the shape, the namespace and an
-xxh3-128 of everything. A file that is not entirely valid is not used.
+The file has a header, then one piece per slice, in the order of the slots. A piece has the number of held blocks, of
+slots that were being written, and of foreign slots (4 bytes each). The held blocks follow: their slots (4 bytes each),
+numbers that grow with the last use (8 each), key lengths (2 each) and keys. The other slots of the piece follow (4
+bytes each). After the pieces come the segments (4 bytes each), and each segment's inode and time (8 bytes each). The
+header has a version, the shape, the namespace, the numbers of blocks, pieces and segments, and an xxh3-128 of
+everything: of the rest of the file, then of the header. A file that is not entirely valid is not used.
+
+Version 2 has no pieces: all held blocks come least recently used first, without the numbers, then the slots that were
+being written and the foreign ones. Its checksum begins with the header.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from tiering.tier import Files, SlotIndex
+from tiering.tier import Files, SlotsSlice, fresh_name
 from tiers.local.segments import SegmentGeometry
 
 CHECKPOINT_NAME = "checkpoint"
 
-PIECE_BLOCKS = 1 << 15
-"""Blocks that are written together. Their keys take a few megabytes."""
-
 _MAGIC = b"KVTCKPT1"
 _HEADER = struct.Struct("<8sIQIQ16sQQQQQ")
+"""The last numbers: held blocks, pieces (version 2: slots that were being written), 0 (foreign slots), segments."""
+_PIECE = struct.Struct("<III")
 _DIGEST_BYTES = 16
 _MOST_PER_SLOT = 1024
 """Upper bound of a checkpoint's bytes per slot; a longer file is refused.
@@ -43,8 +48,7 @@ _MOST_PER_SLOT = 1024
 It leaves room for checkpoints that were written with a far larger capacity.
 """
 _MOST_BESIDE = 16 << 20
-_VERSION = 2
-_SLOT_BITS = 29
+_VERSION = 3
 
 Slots = NDArray[np.int32]
 FileState = tuple[int, int]
@@ -70,8 +74,10 @@ class Checkpoint:
     """Slots of the held blocks, the least recently used first."""
     lengths: NDArray[np.uint16]
     """Bytes of each held block's key, in the order of ``slots``."""
-    keys: memoryview
-    """The keys of the held blocks, one after another, in the order of ``slots``."""
+    places: NDArray[np.int64]
+    """Position of each held block's key in ``data``, in the order of ``slots``."""
+    data: memoryview
+    """The file."""
     written: Slots
     """Slots that were being written."""
     foreign: Slots
@@ -87,153 +93,116 @@ class Checkpoint:
 
         The least recently used batch comes first; within a batch, the most recently used block comes first.
         """
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        keys = self.keys
+        data = self.data
         for start in range(0, len(self.slots), size):
-            batch_ends = ends[start : start + size]
-            stops = batch_ends[::-1].tolist()
-            starts = (batch_ends - self.lengths[start : start + size])[::-1].tolist()
+            begins = self.places[start : start + size][::-1]
+            stops = (begins + self.lengths[start : start + size][::-1]).tolist()
             yield (
-                [bytes(keys[begin:stop]) for begin, stop in zip(starts, stops, strict=True)],
+                [bytes(data[begin:stop]) for begin, stop in zip(begins.tolist(), stops, strict=True)],
                 self.slots[start : start + size][::-1],
             )
 
 
-class CheckpointBuilder:
-    """A copy of the index in progress.
+class CheckpointWriter:
+    """A checkpoint in progress. The I/O side adds the slices, one at a time.
 
-    For each slot, the copy has a reference to the key, and 8 bytes for the order.
-
-    The scheduler's thread copies slices. The I/O side then calls :func:`write_checkpoint`, which writes piece by piece:
-    it runs beside the scheduler, which needs the GIL, and its memory does not grow with the file.
+    A writer holds no open file and no memory, so that one that is not finished needs no end.
 
     Args:
+        directory: the directory.
         geometry: shape of the segments.
         fingerprint: fingerprint of the namespace and epoch.
         generation: generation of marks that has begun.
         sequence: sequence number of the checkpoint.
-    """
-
-    def __init__(self, geometry: SegmentGeometry, fingerprint: bytes, generation: int, sequence: int) -> None:
-        self.geometry = geometry
-        self.fingerprint = fingerprint
-        self.generation = generation
-        self.sequence = sequence
-        self.position = 0
-        """First slot that is not copied yet."""
-        self._starts: list[int] = []
-        self._keys: deque[NDArray[np.object_]] = deque()
-        """Key of each slot, by slices."""
-        self._order: NDArray[np.int64] = np.empty(geometry.num_slots, np.int64)
-        """Last use and slot of each held block in one number."""
-        self._held = 0
-        self._written: list[NDArray[np.int64]] = []
-        self._foreign: list[NDArray[np.int64]] = []
-
-    def copy(self, index: SlotIndex, slots: int) -> bool:
-        """Copy the records of the next ``slots`` slots of ``index``, and return True once all are copied."""
-        part = index.slice(self.position, min(self.position + slots, self.geometry.num_slots))
-        held = np.flatnonzero(part.held)
-        # Uses beyond 2 ** 34 share a number with their neighbours, and the order is less exact.
-        first, self._held = self._held, self._held + len(held)
-        self._order[first : self._held] = (part.used[held] >> part.coarse << _SLOT_BITS) + (held + part.start)
-        self._starts.append(part.start)
-        self._keys.append(part.keys)
-        self._written.append(np.flatnonzero(part.written) + part.start)
-        self._foreign.append(np.flatnonzero(part.foreign) + part.start)
-        self.position = part.start + len(part.keys)
-        return self.position == self.geometry.num_slots
-
-    def finish(self) -> tuple[NDArray[np.int64], Slots, Slots]:
-        """Return the held slots, the least recently used first, those being written, and the foreign."""
-        order = self._order[: self._held]
-        order.sort()
-        order &= (1 << _SLOT_BITS) - 1
-        return order, _join(self._written), _join(self._foreign)
-
-    def keys_of(self, slots: NDArray[np.int64]) -> list[bytes]:
-        """Return the keys of held ``slots``."""
-        by_slot = np.argsort(slots)
-        sorted_slots = slots[by_slot]
-        bounds = [*np.searchsorted(sorted_slots, self._starts).tolist(), len(slots)]
-        found = np.empty(len(slots), object)
-        for keys, start, first, last in zip(self._keys, self._starts, bounds, bounds[1:], strict=False):
-            if first < last:
-                found[by_slot[first:last]] = keys[sorted_slots[first:last] - start]
-        names: list[bytes] = found.tolist()
-        return names
-
-    def release(self) -> None:
-        """Drop the copy, a slice at a time."""
-        while self._keys:
-            self._keys.popleft()
-            time.sleep(0)
-
-
-def _join(parts: list[NDArray[np.int64]]) -> Slots:
-    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
-
-
-def write_checkpoint(
-    directory: Path, builder: CheckpointBuilder, files: Files, modified: dict[int, FileState] | None = None
-) -> int:
-    """Replace the checkpoint in ``directory`` by the copy in ``builder``, atomically and durably.
-
-    Args:
-        directory: the directory.
-        builder: the copy, which is empty afterwards.
         files: file operations.
-        modified: state of each segment's file; default: none.
-
-    Returns:
-        The number of blocks in the checkpoint.
-
-    Raises:
-        OSError: the file cannot be written.
     """
-    geometry, modified = builder.geometry, modified or {}
-    slots, written, foreign = builder.finish()
-    header = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        geometry.slot_bytes,
-        geometry.slots_per_segment,
-        builder.generation,
-        builder.fingerprint,
-        builder.sequence,
-        len(slots),
-        len(written),
-        len(foreign),
-        len(modified),
-    )
-    numbers = np.fromiter(modified.keys(), np.int32, len(modified))
-    states = np.array(list(modified.values()), np.uint64).reshape(-1)
-    digest = xxh3_128(header)
 
-    def content() -> Iterator[bytes | memoryview]:
-        for start in range(0, len(slots), PIECE_BLOCKS):
-            yield slots[start : start + PIECE_BLOCKS].astype(np.int32).data
-        # The keys are looked up twice, because all lengths come first.
-        for start in range(0, len(slots), PIECE_BLOCKS):
-            names = builder.keys_of(slots[start : start + PIECE_BLOCKS])
-            yield np.fromiter(map(len, names), np.uint16, len(names)).data
-        for start in range(0, len(slots), PIECE_BLOCKS):
-            yield b"".join(builder.keys_of(slots[start : start + PIECE_BLOCKS]))
-        for rest in (written, foreign, numbers, states):
-            if len(rest):
-                yield rest.data
+    def __init__(
+        self,
+        directory: Path,
+        geometry: SegmentGeometry,
+        fingerprint: bytes,
+        generation: int,
+        sequence: int,
+        files: Files,
+    ) -> None:
+        self.generation = generation
+        self._path = directory / CHECKPOINT_NAME
+        self._geometry = geometry
+        self._fingerprint = fingerprint
+        self._sequence = sequence
+        self._files = files
+        self._blocks = self._pieces = 0
+        self._digest = xxh3_128()
+        self._end = _HEADER.size + _DIGEST_BYTES
 
-    def parts() -> Iterator[bytes | memoryview]:
-        yield header + bytes(_DIGEST_BYTES)
-        for part in content():
-            digest.update(part)
-            yield part
+    def add(self, part: SlotsSlice) -> None:
+        """Write the next slice.
 
-    try:
-        files.replace(directory / CHECKPOINT_NAME, parts(), start=lambda: header + digest.digest())
-    finally:
-        builder.release()
-    return len(slots)
+        Raises:
+            OSError: the file cannot be written.
+        """
+        held, written, foreign = (np.flatnonzero(mask) for mask in (part.held, part.written, part.foreign))
+        keys: list[bytes] = part.keys[held].tolist()
+        piece = [
+            _PIECE.pack(len(held), len(written), len(foreign)),
+            _numbers(held, part.start),
+            part.used[held].tobytes(),
+            np.fromiter(map(len, keys), np.uint16, len(keys)).tobytes(),
+            *keys,
+            _numbers(written, part.start),
+            _numbers(foreign, part.start),
+        ]
+        if not self._pieces:
+            self._files.unlink(fresh_name(self._path))
+        self._append(b"".join(piece), os.O_CREAT | os.O_EXCL if not self._pieces else 0)
+        self._pieces += 1
+        self._blocks += len(held)
+
+    def finish(self, modified: dict[int, FileState] | None = None) -> int:
+        """Replace the checkpoint in the directory by the slices, at least one, atomically and durably.
+
+        Args:
+            modified: state of each segment's file; default: none.
+
+        Returns:
+            The number of blocks in the checkpoint.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        modified = modified or {}
+        numbers = np.fromiter(modified.keys(), np.int32, len(modified))
+        self._append(numbers.tobytes() + np.array(list(modified.values()), np.uint64).tobytes())
+        header = _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            self._geometry.slot_bytes,
+            self._geometry.slots_per_segment,
+            self.generation,
+            self._fingerprint,
+            self._sequence,
+            self._blocks,
+            self._pieces,
+            0,
+            len(modified),
+        )
+        self._digest.update(header)
+        self._files.complete(self._path, header + self._digest.digest())
+        return self._blocks
+
+    def _append(self, data: bytes, flags: int = 0) -> None:
+        fd = self._files.open(fresh_name(self._path), os.O_WRONLY | flags)
+        try:
+            self._files.write_all(fd, memoryview(data), self._end)
+        finally:
+            self._files.close(fd)
+        self._digest.update(data)
+        self._end += len(data)
+
+
+def _numbers(positions: NDArray[np.int64], start: int) -> bytes:
+    return (positions + start).astype(np.int32).tobytes()
 
 
 def read_checkpoint(directory: Path, geometry: SegmentGeometry, files: Files | None = None) -> Checkpoint | str:
@@ -250,34 +219,65 @@ def read_checkpoint(directory: Path, geometry: SegmentGeometry, files: Files | N
         return f"it cannot be read: {error.strerror or error}"
     if len(data) < _HEADER.size + _DIGEST_BYTES:
         return "it is truncated"
-    magic, version, slot_bytes, slots, generation, owner, sequence, *counts = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
+    magic, version, slot_bytes, slots, *_ = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version not in (2, _VERSION):
         return "it is of another version"
-    body = data[_HEADER.size + _DIGEST_BYTES :]
-    digest = xxh3_128(data[: _HEADER.size])
-    digest.update(body)
+    header, body = data[: _HEADER.size], data[_HEADER.size + _DIGEST_BYTES :]
+    digest = xxh3_128()
+    for part in (header, body) if version == 2 else (body, header):
+        digest.update(part)
     if digest.digest() != data[_HEADER.size : _HEADER.size + _DIGEST_BYTES]:
         return "its checksum is wrong"
-    held, written, foreign, segments = counts
     if (slot_bytes, slots) != (geometry.slot_bytes, geometry.slots_per_segment):
         return "it is of another slot size"
-    position = 0
+    try:
+        return _parse(geometry, version, data)
+    except (ValueError, OverflowError, struct.error):
+        return "its parts do not fit together"
 
-    def take(dtype: type[np.generic], count: int) -> NDArray[np.generic]:
+
+def _parse(geometry: SegmentGeometry, version: int, data: memoryview) -> Checkpoint:
+    """Return the checkpoint in a file whose checksum is right.
+
+    Raises:
+        ValueError, OverflowError, struct.error: the parts are not as many or as long as the numbers say.
+    """
+    *_, generation, owner, sequence, held, second, third, segments = _HEADER.unpack_from(data)
+    position = _HEADER.size + _DIGEST_BYTES
+
+    def take(dtype: type[np.generic], count: int) -> NDArray[Any]:
         nonlocal position
-        size = count * np.dtype(dtype).itemsize
-        part = np.frombuffer(body[position : position + size], dtype)
-        position += size
+        part = np.frombuffer(data, dtype, count, position) if count else np.empty(0, dtype)
+        position += part.nbytes
         return part
 
-    held_slots = take(np.int32, held).astype(np.int32)
-    lengths = take(np.uint16, held).astype(np.uint16)
-    keys = body[position : position + int(lengths.sum(dtype=np.int64))]
-    position += len(keys)
-    written_slots = take(np.int32, written).astype(np.int32)
-    foreign_slots = take(np.int32, foreign).astype(np.int32)
+    pieces: list[list[NDArray[Any]]] = []
+    for _ in range(second if version > 2 else 1):
+        counts = (held, second, third)
+        if version > 2:
+            counts = _PIECE.unpack_from(data, position)
+            position += _PIECE.size
+        slots = take(np.int32, counts[0])
+        used = take(np.int64, counts[0]) if version > 2 else np.arange(held)
+        lengths = take(np.uint16, counts[0])
+        ends = position + np.cumsum(lengths, dtype=np.int64)
+        position = int(ends[-1]) if len(ends) else position
+        pieces.append([slots, used, lengths, ends - lengths, take(np.int32, counts[1]), take(np.int32, counts[2])])
+    slots, used, lengths, places, written, foreign = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
     numbers, states = take(np.int32, segments), take(np.uint64, 2 * segments)
-    modified = dict(zip(numbers.tolist(), map(tuple, states.reshape(-1, 2).tolist()), strict=True))
+    if len(slots) != held or position != len(data):
+        raise ValueError
+    order = np.argsort(used)
     return Checkpoint(
-        geometry, owner, generation, sequence, held_slots, lengths, keys, written_slots, foreign_slots, modified
+        geometry,
+        owner,
+        generation,
+        sequence,
+        slots[order],
+        lengths[order],
+        places[order],
+        data,
+        written,
+        foreign,
+        dict(zip(numbers.tolist(), map(tuple, states.reshape(-1, 2).tolist()), strict=True)),
     )

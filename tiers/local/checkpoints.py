@@ -1,4 +1,4 @@
-"""The checkpoints of a local tier: their schedule, the copy of the index, and the writing of the file."""
+"""The checkpoints of a local tier: their schedule, and the copy of the index slice by slice."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable
 
 from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, Namespace, SlotIndex, store_error
-from tiers.local.checkpoint import CheckpointBuilder, write_checkpoint
+from tiers.local.checkpoint import CheckpointWriter
 from tiers.local.store import Inspection, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
 
 SLICE_SLOTS = 8192
 """Slots copied for a checkpoint in one step."""
+
+_LAST_SLICE_SLOTS = 1 << 17
+"""Slots copied together at the tier's shutdown, when no step is waiting."""
 
 RETRY_CHECKPOINT_SECONDS = 30.0
 """Seconds from a failed checkpoint to the next one, at most."""
@@ -52,17 +55,19 @@ class Checkpoints(Chore):
         self._interval = interval
         self._namespace = namespace
         self._examine = examine
-        self._builder: CheckpointBuilder | None = None
+        self._writer: CheckpointWriter | None = None
+        self._position = 0
+        """First slot that is not copied yet."""
 
     @property
     def pending(self) -> bool:
         """True if a checkpoint is being written or about to be written."""
-        return self.running or (self.changed and self._clock() >= self.due)
+        return self.running or self.copying or (self.changed and self._clock() >= self.due)
 
     @property
     def copying(self) -> bool:
-        """True while each step copies slots for a checkpoint."""
-        return self._builder is not None
+        """True if the next step copies slots for a checkpoint."""
+        return self._writer is not None and not self.running
 
     def wait_an_interval(self) -> None:
         """Begin an interval before the next checkpoint."""
@@ -75,19 +80,21 @@ class Checkpoints(Chore):
 
     def drop(self) -> None:
         """Drop the copy in progress, because it contains blocks that are gone."""
-        if self._builder is not None:
-            self._builder, self.running = None, False
+        if self._writer is not None:
+            self._writer = None
             self.wake()
 
     def tick(self, now: float) -> None:
         """Copy the next slots of a checkpoint, or begin one that is due."""
-        if self._builder is not None:
-            self._copy_slice(self._builder)
-        else:
+        if self._writer is None:
             super().tick(now)
+        elif not self.running:
+            self._copy(self._writer, SLICE_SLOTS)
 
     def _begin(self) -> None:
         """Begin a checkpoint if the index has changed."""
+        if self._writer is not None:
+            return
         if not self.changed:
             self.wait_an_interval()
             return
@@ -114,37 +121,48 @@ class Checkpoints(Chore):
             if namespace is None or self._namespace() != namespace:
                 self.wake()
                 return
-            sequence = SEQUENCE.take(1)
-            self._builder = CheckpointBuilder(store.geometry, namespace.fingerprint, generation, sequence)
-            self.running = True  # until the copy is written
+            self._position = 0
+            self._writer = CheckpointWriter(
+                store.directory, store.geometry, namespace.fingerprint, generation, SEQUENCE.take(1), store.files
+            )
 
         self.run(begin, begun)
 
     def advance(self) -> bool:
-        """Complete the copy at once, and return True when no checkpoint is being written.
+        """Copy many slots, and return True when no checkpoint is being written.
 
         It does not bound the time of a step. Used at the tier's shutdown only.
         """
-        while self._builder is not None:
-            self._copy_slice(self._builder)
-        return not self.running
+        if self._writer is not None and not self.running:
+            self._copy(self._writer, _LAST_SLICE_SLOTS)
+        return self._writer is None and not self.running
 
-    def _copy_slice(self, builder: CheckpointBuilder) -> None:
-        """Copy the next slots; after the last ones, write the checkpoint on the I/O side."""
-        if not builder.copy(self._index, SLICE_SLOTS):
-            return
+    def _copy(self, writer: CheckpointWriter, slots: int) -> None:
+        """Copy the next ``slots`` slots, and write them on the I/O side; after the last ones, complete the file."""
         store = self._store
-        self._builder = None
+        stop = min(self._position + slots, store.geometry.num_slots)
+        part, self._position = self._index.slice(self._position, stop), stop
+        last = stop == store.geometry.num_slots
 
         def write() -> int:
             try:
-                blocks = write_checkpoint(store.directory, builder, store.files, store.segments.modified())
-                store.marks.drop_before(builder.generation)
+                writer.add(part)
+                if not last:
+                    return 0
+                blocks = writer.finish(store.segments.modified())
+                store.marks.drop_before(writer.generation)
             except OSError as error:
                 raise store_error(error, "cannot write a checkpoint") from error
             return blocks
 
-        self.run(write, self._ended)
+        def written(blocks: int | None, error: BaseException | None) -> None:
+            if self._writer is not writer:  # dropped meanwhile
+                self.wake()
+            elif last or error is not None:
+                self._writer = None
+                self._ended(blocks, error)
+
+        self.run(write, written)
 
     def _ended(self, blocks: int | None, error: BaseException | None) -> None:
         self.wait_an_interval()

@@ -212,9 +212,9 @@ class LocalTier(BlockTier):
             self._inspections.tick(now)
         self._growth.tick(now)
         # While recovery runs, the index does not have all blocks.
-        if not recovers and (self._checkpoints.running or now >= self._checkpoints.due):
+        if not recovers and (self._checkpoints.copying or now >= self._checkpoints.due):
             self._checkpoints.tick(now)
-        return 0.0 if recovers or self._starting_over or self._checkpoints.copying else math.inf
+        return 0.0 if recovers or self._starting_over else math.inf
 
     def retire(self, places: Sequence[Place]) -> None:
         super().retire(places)

@@ -9,6 +9,7 @@ import struct
 import threading
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -22,10 +23,9 @@ from tiering.medium.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_hea
 from tiering.testing.faults import flip_bit, overwrite
 from tiering.testing.frames import key_of
 from tiering.testing.tier_rig import REQUEST
-from tiers.local import checkpoint as checkpoint_module
 from tiers.local import checkpoints as checkpoints_module
 from tiers.local import tier as tier_module
-from tiers.local.checkpoint import CHECKPOINT_NAME, CheckpointBuilder, read_checkpoint, write_checkpoint
+from tiers.local.checkpoint import CHECKPOINT_NAME, Checkpoint, CheckpointWriter, read_checkpoint
 from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import PAGE
 from tiers.local.segments import SegmentGeometry
@@ -184,16 +184,17 @@ def test_a_tier_rests_only_when_all_recovered_blocks_are_merged(
     rig.close()
 
 
-def test_a_tier_rests_only_when_a_checkpoint_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_rests_while_a_slice_of_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints_module, "SLICE_SLOTS", 1)
     with opened(tmp_path) as rig:
         rig.store(K[:20])
         rig.wait(lambda: rig.step().rest > 0)
         rig.tier.request_checkpoint()
-        rig.wait(lambda: rig.tier._checkpoints.copying)
-        assert rig.step().rest == 0
+        assert rig.step().rest > 0
         rig.wait(lambda: not rig.tier.checkpoint_pending)
-        rig.wait(lambda: rig.step().rest > 0)
+        checkpoint = read_checkpoint(tmp_path, rig.tier.store.geometry)
+        assert isinstance(checkpoint, Checkpoint)
+        assert len(checkpoint) == 20
 
 
 def test_recency_survives_several_restarts_and_kills(tmp_path: Path) -> None:
@@ -493,10 +494,10 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     plan = index.plan_store(keys, 0.0)
     index.end_store(keys, plan.places, [True] * 3, 0.0)
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
-    builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
-    while not builder.copy(index, 5):
-        pass
-    write_checkpoint(tmp_path, builder, Files())
+    writer = CheckpointWriter(tmp_path, geometry, bytes(16), 1, 7, Files())
+    for start in range(0, 16, 5):
+        writer.add(index.slice(start, min(start + 5, 16)))
+    writer.finish()
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     found = {
@@ -505,60 +506,111 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     assert found == dict(zip(keys, plan.places, strict=True))
 
 
-class _Pieces(Files):
-    """File operations that record the sizes of all writes."""
+class _Written:
+    """An index of 64 slots with 40 blocks in the order of their use, and the parts of its checkpoint."""
+
+    geometry = SegmentGeometry(SLOT_BYTES, 16, 4)
+    modified: ClassVar = {number: (number + 7, 1_000_000_007 * number) for number in range(4)}
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
+        rng = random.Random(5)
+        self.index = index = SlotIndex(64)
+        index.add_free(np.array(rng.sample(range(60), 60)))
+        index.states.add_foreign(np.array([62, 61]))
+        keys = [key_of(number) for number in range(40)]
+        plan = index.plan_store(keys, 0.0)
+        index.end_store(keys, plan.places, [True] * len(keys), 0.0)
+        for _ in range(20):
+            index.touch(rng.sample(keys, 3))
+        self.written = sorted(map(int, index.plan_store([key_of(number) for number in range(100, 103)], 0.0).places))
+        self.slot_of = dict(zip(keys, map(int, plan.places), strict=True))
+        self.keys = sorted(keys, key=self.used)
+        """The held keys, the least recently used first."""
 
-    def write_all(self, fd: int, data: memoryview, offset: int) -> None:
-        self.sizes.append(len(data))
-        super().write_all(fd, data, offset)
+    def used(self, key: bytes) -> int:
+        return int(self.index._used[self.slot_of[key]])
+
+    def header(self, version: int, *counts: int) -> bytes:
+        return struct.pack("<8sIQIQ16sQQQQQ", b"KVTCKPT1", version, SLOT_BYTES, 16, 3, bytes(range(16)), 7, *counts)
+
+    def segments(self) -> bytes:
+        numbers, states = list(self.modified), list(self.modified.values())
+        return np.array(numbers, np.int32).tobytes() + np.array(states, np.uint64).tobytes()
+
+    def block_arrays(self, keys: list[bytes]) -> tuple[bytes, bytes]:
+        slots = np.array([self.slot_of[key] for key in keys], np.int32)
+        return slots.tobytes(), np.array([len(key) for key in keys], np.uint16).tobytes() + b"".join(keys)
+
+    def check(self, checkpoint: object) -> None:
+        assert isinstance(checkpoint, Checkpoint)
+        found = [
+            (key, slot)
+            for keys, slots in checkpoint.key_batches(7)
+            for key, slot in reversed(list(zip(keys, slots.tolist(), strict=True)))
+        ]
+        assert found == [(key, self.slot_of[key]) for key in self.keys]
+        assert (checkpoint.generation, checkpoint.sequence, checkpoint.fingerprint) == (3, 7, bytes(range(16)))
+        assert (checkpoint.written.tolist(), checkpoint.foreign.tolist()) == (self.written, [61, 62])
+        assert checkpoint.modified == self.modified
 
 
-def test_a_checkpoint_is_written_in_pieces_with_the_bytes_of_one_that_is_written_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_module, "PIECE_BLOCKS", 4)
-    rng = random.Random(5)
-    index = SlotIndex(64)
-    index.add_free(np.array(rng.sample(range(60), 60)))
-    index.states.add_foreign(np.array([62, 61]))
-    keys = [key_of(number) for number in range(40)]
-    plan = index.plan_store(keys, 0.0)
-    index.end_store(keys, plan.places, [True] * len(keys), 0.0)
-    for _ in range(20):
-        index.touch(rng.sample(keys, 3))
-    written = index.plan_store([key_of(number) for number in range(100, 103)], 0.0).places
-    geometry, files = SegmentGeometry(SLOT_BYTES, 16, 4), _Pieces()
-    modified = {number: (number + 7, 1_000_000_007 * number) for number in range(4)}
-    builder = CheckpointBuilder(geometry, bytes(range(16)), 3, 7)
-    while not builder.copy(index, 10):
-        pass
-    assert write_checkpoint(tmp_path, builder, files, modified) == 40
-    order = sorted(zip(plan.places, keys, strict=True), key=lambda item: index._used[int(item[0])])
-    header = struct.pack(
-        "<8sIQIQ16sQQQQQ", b"KVTCKPT1", 2, SLOT_BYTES, 16, 3, bytes(range(16)), 7, 40, len(written), 2, 4
-    )
-    body = (
-        np.array([slot for slot, _ in order], np.int32).tobytes()
-        + np.array([len(key) for _, key in order], np.uint16).tobytes()
-        + b"".join(key for _, key in order)
-        + np.array(sorted(written), np.int32).tobytes()
-        + np.array([61, 62], np.int32).tobytes()
-        + np.array(list(modified), np.int32).tobytes()
-        + np.array(list(modified.values()), np.uint64).tobytes()
-    )
-    assert (tmp_path / CHECKPOINT_NAME).read_bytes() == header + xxh3_128(header + body).digest() + body
-    assert max(files.sizes) <= 4 * len(keys[0])
-    assert list(builder._keys) == [], "the copy is dropped"
+def test_a_checkpoint_is_written_in_pieces_that_are_read_in_the_order_of_use(tmp_path: Path) -> None:
+    world = _Written()
+    writer = CheckpointWriter(tmp_path, world.geometry, bytes(range(16)), 3, 7, Files())
+    body = b""
+    for start in range(0, 64, 10):
+        writer.add(world.index.slice(start, start + 10))
+        inside = range(start, start + 10)
+        keys = sorted((key for key in world.keys if world.slot_of[key] in inside), key=world.slot_of.__getitem__)
+        written, foreign = ([slot for slot in slots if slot in inside] for slots in (world.written, (61, 62)))
+        slots, rest = world.block_arrays(keys)
+        body += struct.pack("<III", len(keys), len(written), len(foreign)) + slots
+        body += np.array([world.used(key) for key in keys], np.int64).tobytes() + rest
+        body += np.array(written + foreign, np.int32).tobytes()
+    assert not (tmp_path / CHECKPOINT_NAME).exists(), "not before it is complete"
+    assert writer.finish(world.modified) == 40
+    header = world.header(3, 40, 7, 0, 4)
+    body += world.segments()
+    assert (tmp_path / CHECKPOINT_NAME).read_bytes() == header + xxh3_128(body + header).digest() + body
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT_NAME]
+    world.check(read_checkpoint(tmp_path, world.geometry))
+
+
+def _version_2(world: _Written, version: int = 2) -> bytes:
+    header = world.header(version, 40, len(world.written), 2, 4)
+    slots, rest = world.block_arrays(world.keys)
+    body = slots + rest + np.array([*world.written, 61, 62], np.int32).tobytes() + world.segments()
+    return header + xxh3_128(header + body).digest() + body
+
+
+def test_a_checkpoint_of_the_version_before_is_read_and_one_of_the_version_after_is_not(tmp_path: Path) -> None:
+    world, path = _Written(), tmp_path / CHECKPOINT_NAME
+    path.write_bytes(_version_2(world))
+    world.check(read_checkpoint(tmp_path, world.geometry))
+    path.write_bytes(_version_2(world, 4))
+    assert read_checkpoint(tmp_path, world.geometry) == "it is of another version"
+
+
+@pytest.mark.parametrize(
+    "counts", [(41, 7, 0, 4), (40, 8, 0, 4), (40, 7, 0, 5), (40, 6, 0, 4), (40, 0, 0, 4), (40, 7, 0, 3)]
+)
+def test_a_checkpoint_whose_counts_are_wrong_is_not_used(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    world, path = _Written(), tmp_path / CHECKPOINT_NAME
+    writer = CheckpointWriter(tmp_path, world.geometry, bytes(range(16)), 3, 7, Files())
+    for start in range(0, 64, 10):
+        writer.add(world.index.slice(start, start + 10))
+    writer.finish(world.modified)
+    header = world.header(3, *counts)
+    body = path.read_bytes()[len(header) + 16 :]
+    path.write_bytes(header + xxh3_128(body + header).digest() + body)
+    assert read_checkpoint(tmp_path, world.geometry) == "its parts do not fit together"
 
 
 def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
-    builder = CheckpointBuilder(geometry, bytes(16), 1, 7)
-    assert builder.copy(SlotIndex(16), 16)
-    write_checkpoint(tmp_path, builder, Files())
+    writer = CheckpointWriter(tmp_path, geometry, bytes(16), 1, 7, Files())
+    writer.add(SlotIndex(16).slice(0, 16))
+    assert writer.finish() == 0
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     assert len(checkpoint) == 0
