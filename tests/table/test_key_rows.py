@@ -5,17 +5,20 @@ from __future__ import annotations
 import secrets
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.thread_limit import ThreadLimit
 from tiering.api.manager import OffloadingEvent
-from tiering.table import block_table, disposal, events
+from tiering.index.slots import SlotIndex
+from tiering.table import block_table, disposal, events, row_array
 from tiering.table.block_table import BlockTable
-from tiering.table.disposal import AT_ONCE, SLICE, Disposal
+from tiering.table.disposal import AT_ONCE, LARGE_ARRAY, SLICE, Disposal
 from tiering.table.events import EventQueue
 from tiering.table.key_rows import UNDIVIDED_ROWS, KeyRows
 from tiering.testing.clock import until
@@ -112,6 +115,34 @@ def test_small_dictionaries_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> N
     assert not freeing.busy
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_large_arrays_of_an_index_are_freed_elsewhere(reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[tuple[int, threading.Thread]] = []
+
+    def note(array: NDArray[Any]) -> None:
+        row_array.free_pages(array)
+        assert not array.any()
+        freed.append((array.nbytes, threading.current_thread()))
+
+    monkeypatch.setattr(disposal, "free_pages", note)
+    index = SlotIndex(LARGE_ARRAY)
+    index.add_free(np.arange(LARGE_ARRAY))
+    index.begin_recovery()
+    keys = keys_of(*range(8))
+    plan = index.plan_store(keys, 0.0)
+    index.end_store(keys, plan.places, [True] * 8, 0.0)
+    if reset:
+        index.clear()
+    else:
+        index.end_recovery()
+    assert until(lambda: not disposal.DISPOSAL.busy)
+    assert [size for size, _ in freed] == ([LARGE_ARRAY] * 2 if reset else [8 * LARGE_ARRAY])
+    assert threading.current_thread() not in {thread for _, thread in freed}
+    small = SlotIndex(LARGE_ARRAY - 1)
+    small.clear()
+    assert not disposal.DISPOSAL.busy
+
+
 def test_dictionaries_wait_while_no_thread_can_be_started(thread_limit: ThreadLimit) -> None:
     thread_limit.reach()
     freeing, first, second = Disposal(lambda seconds: None), _table(AT_ONCE + 1), _table(AT_ONCE + 1)
@@ -129,16 +160,16 @@ def test_a_table_that_is_filled_frees_what_waits_while_no_thread_can_be_started(
     thread_limit.reach()
     freeing = Disposal(lambda seconds: None)
     monkeypatch.setattr(block_table, "DISPOSAL", freeing)
-    waiting = [_table(AT_ONCE + 1), {}, _table(100)]
+    waiting: list[Any] = [_table(AT_ONCE + 1), {}, _table(100)]
     total = sum(map(len, waiting))
-    freeing.add(list(waiting))
+    freeing.add([np.zeros(1, np.int64), *waiting])
     assert until(lambda: freeing.needs_help)
     table = BlockTable(total)
     keys = keys_of(*range(1, total))
     taken = table.allocate(keys[:100])
-    assert sum(map(len, waiting)) == total - 200
+    assert sum(map(len, waiting)) == total - 199
     table.insert(keys[100:200], np.arange(total - 100, total))
-    assert sum(map(len, waiting)) == total - 400
+    assert sum(map(len, waiting)) == total - 399
     assert taken is not None
     assert table.allocate(keys[200 : total // 2 + 1]) is not None
     assert sum(map(len, waiting)) == 0

@@ -34,7 +34,7 @@ from tiering.index.tier_index import StorePlan, TierIndex
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
 from tiering.table.block_table import BlockTable
-from tiering.table.disposal import Table
+from tiering.table.disposal import DISPOSAL, Table
 from tiering.table.free_rows import WRITING
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
 from tiering.table.row_array import row_array
@@ -266,7 +266,9 @@ class SlotIndex(TierIndex):
 
     def end_recovery(self) -> None:
         """End recovery: no further blocks will be merged."""
-        self._sequences = None
+        if self._sequences is not None:
+            DISPOSAL.add_array(self._sequences)
+            self._sequences = None
 
     def merge(self, keys: Sequence[OffloadKey], slots: Rows, sequences: Sequences) -> list[OffloadKey]:
         """Add recovered blocks in unseen slots, and return the keys that are held now and were not before.

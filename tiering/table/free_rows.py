@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.table.disposal import DISPOSAL
 from tiering.table.policies.policy import RefCounts, Rows, distinct
 from tiering.table.row_array import row_array
 
@@ -152,6 +153,7 @@ class FreeRows:
         self.swept = self._listed = 0
         self._unswept = free
         self._withdrawn.clear()
+        DISPOSAL.add_array(self._inserted)
         self._inserted = row_array(len(self._refs), np.bool_)
 
     def _sweep(self) -> None:

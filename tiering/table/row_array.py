@@ -25,9 +25,19 @@ def row_array(num_rows: int, dtype: type[Any]) -> NDArray[Any]:
         dtype: type of the entries.
     """
     array = np.empty(num_rows, object) if dtype is object else np.zeros(num_rows, dtype)
-    start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = array.ctypes.data + array.nbytes - start
-    if length > 0:
-        # Without support for huge pages, the kernel refuses, and there is nothing to avoid.
-        _libc.madvise(start, length, mmap.MADV_NOHUGEPAGE)
+    # Without support for huge pages, the kernel refuses, and there is nothing to avoid.
+    _advise(array, mmap.MADV_NOHUGEPAGE)
     return array
+
+
+def free_pages(array: NDArray[Any]) -> None:
+    """Give the memory of an array of numbers back to the kernel, without the interpreter lock; the entries are 0."""
+    _advise(array, mmap.MADV_DONTNEED)
+
+
+def _advise(array: NDArray[Any], advice: int) -> None:
+    """Advise the kernel on the whole pages of ``array``."""
+    start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        _libc.madvise(start, length, advice)

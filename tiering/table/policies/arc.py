@@ -95,6 +95,7 @@ class ARCEvictionPolicy(EvictionPolicy):
         return np.concatenate(parts)
 
     def clear(self) -> None:
+        DISPOSAL.add_array(self._in_t2)
         self._in_t2 = row_array(self.num_rows, np.bool_)
         self._t1.clear()
         self._t2.clear()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.table.disposal import DISPOSAL
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
 from tiering.table.row_array import row_array
 
@@ -86,11 +87,13 @@ class RecencyLog:
     def __init__(self, clock: StampClock, refs: RefCounts) -> None:
         self._clock = clock
         self._refs = refs
+        self._parked: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.clear()
 
     def clear(self) -> None:
         """Forget every row. Stamps need not be reset, because no entry has them."""
-        self._parked: NDArray[np.bool_] = row_array(len(self._refs), np.bool_)
+        DISPOSAL.add_array(self._parked)
+        self._parked = row_array(len(self._refs), np.bool_)
         self._chunks: list[_Chunk] = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0
