@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tiering.engines.vllm import adapter_loads
 from tiering.engines.vllm.adapter_loads import AdapterLoads
 
 CONFIG = object()
@@ -270,3 +271,17 @@ def test_a_manager_of_another_form_is_not_observed_and_a_line_says_so(
 ) -> None:
     AdapterLoads(CONFIG).observe([kind])
     assert "cannot be observed: their requests use no tier" in caplog.text
+
+
+def test_adapters_that_were_not_used_for_long_are_dropped(
+    loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 3)
+    manager = Manager()
+    path, held = write(tmp_path / "one", b"one"), ""
+    for number in range(1, 7):
+        manager.load(path, number=number)
+        held = loads.take_news()[f"{number} adapter"]
+        assert loads.check([("1 adapter", held, {7})]) == set(), "the first one is used in between"
+    assert list(loads._held) == ["5 adapter", "6 adapter", "1 adapter"]
+    assert loads.check([("2 adapter", held, {7})]) == {7}

@@ -18,6 +18,7 @@ from tiering.connector.metadata import (
 )
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
+from tiering.engines.vllm import lora as lora_module
 from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
@@ -255,3 +256,27 @@ def test_adapters_of_one_name_have_variants_of_their_own(half: OffloadingConnect
 def test_workers_that_hold_different_adapters_report_none(kind: Any) -> None:
     one, other = kind(adapters={"a": "A", "b": "B"}), kind(adapters={"a": "A", "b": "C", "d": "D"})
     assert one.aggregate(other).adapters == {"a": "A", "b": "", "d": "D"}
+
+
+def test_adapters_that_were_not_used_for_long_are_dropped_unless_a_request_is_open(
+    half: OffloadingConnectorScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_module, "MAX_ADAPTERS", 3)
+    guard = AdapterVariants(half)
+    first = guard.admit(request(1)).variant
+    guard.report({"1 adapter": "A"})
+    for number in range(2, 9):
+        asked = request(number)
+        asked.request_id = f"r{number}"
+        guard.admit(asked)
+        guard.report({f"{number} adapter": "A"})
+        guard.drop(asked.request_id)
+    assert list(guard._variants) == ["1 adapter", "6 adapter", "7 adapter", "8 adapter"]
+    guard.report({"1 adapter": "B"})
+    assert first.is_void, "an open request is not left with a variant that nothing changes"
+    guard.drop("r")
+    guard.admit(request(9))
+    assert list(guard._variants) == ["7 adapter", "8 adapter", "9 adapter"]
+    again = guard.admit(request(6))
+    assert not again.variant.identity
+    assert checks(guard, "r") == [("6 adapter", "", set())], "the workers are asked again"

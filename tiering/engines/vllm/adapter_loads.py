@@ -35,6 +35,11 @@ _NOT_CONTENT = frozenset(
 _METHOD = "_load_adapter"
 _TENSORS = ("lora_a", "lora_b", "weight", "bias")
 """Attributes of a layer of an adapter that are tensors, lists of tensors, or None."""
+MAX_ADAPTERS = 1 << 14
+"""Largest number of adapters that are remembered; each loading by hand makes another one.
+
+Beyond it, the one whose use is longest ago is dropped.
+"""
 _observers: list[AdapterLoads] = []
 
 AdapterCheck = tuple[str, str, set[int]]
@@ -114,7 +119,10 @@ class AdapterLoads:
             )
         if self._news.get(key, identity) != identity:
             identity = ""  # two loads since the last report
+        self._held.pop(key, None)
         self._held[key] = self._news[key] = identity
+        if len(self._held) > MAX_ADAPTERS:
+            del self._held[next(iter(self._held))]
 
     def check(self, checks: Iterable[AdapterCheck]) -> set[int]:
         """Return the blocks whose KV belongs to other adapters than this worker computes with.
@@ -123,7 +131,9 @@ class AdapterLoads:
         """
         stale: set[int] = set()
         for key, identity, blocks in checks:
-            held = self._held.get(key, "")
+            held = self._held.pop(key, "")
+            if held:
+                self._held[key] = held
             if not identity:
                 self._news.setdefault(key, held)
             elif held != identity:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Container, Mapping
+from itertools import chain, islice
 from typing import Any
 
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
-from tiering.engines.vllm.adapter_loads import key_of, name_of
+from tiering.engines.vllm.adapter_loads import MAX_ADAPTERS, key_of, name_of
 from tiering.engines.vllm.loads import ordered_loads
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
 
@@ -111,15 +112,16 @@ class AdapterVariants(AdapterGuard):
         super().__init__()
         self._half = half
         self._variants: dict[str, Variant] = {}
-        """Variant of each adapter for its new requests, by key."""
+        """Variant of each adapter for its new requests, by key; the one whose use is longest ago comes first."""
         self._waiting: dict[str, tuple[str, Variant]] = {}
         """Key and variant of the open requests whose adapter was not known at first, by request id."""
 
     def _admit(self, request: Any, lora: Any) -> RequestWithParams:
         key = key_of(lora)
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = self._variants[key] = Variant(self._half.events.own_hashes)
+        variant = self._variants.pop(key, None) or Variant(self._half.events.own_hashes)
+        self._variants[key] = variant
+        if len(self._variants) > MAX_ADAPTERS:
+            self._drop_oldest()
         if variant.is_void:
             return _without_tiers(request, variant)
         if variant.identity:
@@ -128,6 +130,13 @@ class AdapterVariants(AdapterGuard):
             self._unknown[request.request_id] = key
             self._waiting[request.request_id] = (key, variant)
         return RequestWithParams(request, request.kv_transfer_params, variant)
+
+    def _drop_oldest(self) -> None:
+        """Drop variants beyond the bound that have no open request; the workers are asked again when needed."""
+        used = {key for key, _ in chain(self._assumed.values(), self._waiting.values())}
+        for key in list(islice(self._variants, len(self._variants) - MAX_ADAPTERS)):
+            if key not in used:
+                del self._variants[key]
 
     def report(self, adapters: Mapping[str, str]) -> None:
         for key, identity in adapters.items():
