@@ -113,8 +113,9 @@ def _tier(kind: str) -> str:
     options = tier_definition(kind).options
     bases = COMMON if kind not in LIKE else (*COMMON, tier_definition(LIKE[kind]).options)
     common = {word.name: word for base in bases for word in _words(base)}
-    own = [word for word in _words(options) if common.get(word.name) != word and word.name != "type"]
-    refused = [word for word in common if word not in {held.name for held in _words(options)}]
+    words = {word.name: word for word in _words(options)}
+    own = [word for name, word in words.items() if common.get(name) != word and name != "type"]
+    refused = [name for name in common if name not in words]
     names = ", ".join(f"`{word}`" for word in refused)
     return f"{_table(own)}\n\nNot supported: {names}."
 

@@ -6,6 +6,7 @@ Import-linter checks the layers in ``make lint``.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -20,9 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for package in ("tiering", "tiers") for path in (ROOT / package).rglob("*.py"))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file that the tests look at; each file is parsed once."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Assert)
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Return the modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -32,7 +40,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def targets(path: Path) -> Iterator[str]:
     """Return the modules that a file imports, with those that ``from package import module`` names."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (
@@ -125,15 +133,14 @@ def test_only_its_one_place_imports(package: str, allowed: tuple[str, ...]) -> N
 
 def test_only_the_cuda_copies_know_cuda() -> None:
     def uses(path: Path) -> bool:
-        nodes = ast.walk(ast.parse(path.read_text()))
-        return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in nodes)
+        return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in nodes(path))
 
     assert {path.relative_to(ROOT).as_posix() for path in FILES if uses(path)} <= {"tiering/copy/cudart.py"}
 
 
 def test_conditions_of_production_are_typed_errors_and_not_asserts() -> None:
     def asserts(path: Path) -> list[int]:
-        return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        return [node.lineno for node in nodes(path) if isinstance(node, ast.Assert)]
 
     found = {path.relative_to(ROOT).as_posix(): asserts(path) for path in FILES if "testing" not in path.parts}
     assert {path: lines for path, lines in found.items() if lines} == {}

@@ -18,7 +18,7 @@ class OverdueLoads:
         self.rows = 0
         """Number of rows that overdue loads hold."""
         self.deadlines: list[tuple[float, int]] = []
-        """Heap of the deadlines that have not passed, with job numbers; some jobs may have ended."""
+        """Heap of the deadlines that have not passed, with job numbers; the first one's job has not ended."""
         self._running: dict[int, tuple[int, str]] = {}
         self._overdue: dict[int, int] = {}
 
@@ -37,6 +37,8 @@ class OverdueLoads:
     def end(self, job_id: int) -> bool:
         """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
         if self._running.pop(job_id, None) is not None:
+            while self.deadlines and self.deadlines[0][1] not in self._running:
+                heapq.heappop(self.deadlines)
             return False
         self.rows -= self._overdue.pop(job_id, 0)
         return True

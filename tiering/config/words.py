@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
@@ -15,15 +16,17 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind.__module__.split(".")[0] != "pydantic":
-            body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-            texts.update(_attribute_texts(body.body if isinstance(body, ast.ClassDef) else ()))
+            texts.update(_own_descriptions(kind))
     return texts
 
 
-def _attribute_texts(body: Iterable[ast.stmt]) -> dict[str, str]:
+@functools.cache
+def _own_descriptions(kind: type) -> Mapping[str, str]:
+    """Return the docstring of each attribute that the class itself declares; its source is parsed once."""
+    parsed = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     texts: dict[str, str] = {}
     before: ast.stmt | None = None
-    for statement in body:
+    for statement in parsed.body if isinstance(parsed, ast.ClassDef) else ():
         value = statement.value if isinstance(statement, ast.Expr) else None
         if (
             isinstance(before, ast.AnnAssign)
