@@ -17,7 +17,7 @@ import ssl
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -40,6 +40,7 @@ class Trouble(enum.Enum):
     """The faults of a server other than a status."""
 
     RESET = "the connection is reset"
+    LOST_ANSWER = "the request is carried out, and the connection is reset"
     HANG = "nothing comes until the server is closed"
     CUT_BODY = "the body ends half way"
     FLIP = "a bit of the body is flipped"
@@ -97,6 +98,8 @@ class FakeS3:
     """Time of the last write by object name; default: the beginning of 2026."""
     now: datetime.datetime | None = None
     """Time of the server's clock, which writes record; None: they record none."""
+    intercept: Callable[[str, str], int | Trouble | None] | None = None
+    """Function of a request's method and name that returns its fault, in place of those of :meth:`fail`."""
     _faults: deque[_Fault] = field(default_factory=deque)
 
     def fail(
@@ -138,6 +141,9 @@ class FakeS3:
             return [name for name in self.objects if part in name]
 
     def fault_for(self, method: str, name: str) -> _Fault | None:
+        if self.intercept is not None:
+            what = self.intercept(method, name)
+            return None if what is None else _Fault(what, method, name, 0, "Injected")
         with self.lock:
             for fault in self._faults:
                 if fault.method in {"", method} and fault.part in name and fault.left:
@@ -207,6 +213,8 @@ class FakeHandler(BaseHTTPRequestHandler):
     The second of two parts would wait until the client acknowledges the first one.
     """
     fake: FakeS3
+    answers = True
+    """False: the present request gets no answer."""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass
@@ -247,6 +255,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             )
         injected = fake.fault_for(method, name)
         fault = None if injected is None else injected.what
+        self.answers = fault is not Trouble.LOST_ANSWER
         if fake.redirect_to:
             self.send(307, b"", location=f"{fake.redirect_to}{self.path}")
         elif fake.access_key and self.signed_with() != fake.access_key:
@@ -255,9 +264,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             text = f"<Message>{escape(injected.message)}</Message>" if injected.message else ""
             self.send(fault, f"<Error><Code>{injected.code}</Code>{text}</Error>".encode())
         elif fault is Trouble.RESET:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RD)
+            self.reset()
         elif fault is Trouble.HANG:
             fake.hanging.release()
             fake.closing.wait()
@@ -279,6 +286,12 @@ class FakeHandler(BaseHTTPRequestHandler):
                     fake.objects.pop(key, None)
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
             self.send(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+    def reset(self) -> None:
+        """Reset the connection, as a proxy that is restarted does."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RD)
 
     def signed_with(self) -> str | None:
         """Return the access key of the request."""
@@ -379,6 +392,9 @@ class FakeHandler(BaseHTTPRequestHandler):
         location: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if not self.answers:
+            self.reset()
+            return
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
