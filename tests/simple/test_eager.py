@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import SimpleNamespace
 
 from examples.mini_engine.simple import MirroredPool
@@ -28,8 +29,9 @@ def running(names: str, pool: MirroredPool) -> SimpleRequestState:
     return SimpleRequestState(request, RequestPolicy(), [group], ReqContext(names), rewinding=lambda state: None)
 
 
-def stores() -> tuple[EagerStores, MirroredPool]:
-    return EagerStores(CPUBlockPool(20), offload_groups([KVCacheGroup(("layer",), BLOCK)], BLOCK)), MirroredPool(20)
+def stores(kind: str = "full_attention", suspects: Container[int] = ()) -> tuple[EagerStores, MirroredPool]:
+    groups = offload_groups([KVCacheGroup(("layer",), BLOCK, kind=kind)], BLOCK)
+    return EagerStores(CPUBlockPool(20), groups, suspects), MirroredPool(20)
 
 
 def lost(*states: SimpleRequestState) -> list[set[int]]:
@@ -90,3 +92,15 @@ def test_the_eviction_of_a_replaced_block_is_not_taken_for_one_of_the_block_in_i
     assert lost(state) == [{1}]
     eager.forget(state)
     assert eager.idle
+
+
+def test_a_state_is_stored_from_the_block_that_the_engine_has_named_unless_the_block_is_suspect() -> None:
+    """The engine moves states, so another request may have filled and named a block of this request's table."""
+    suspects: set[int] = set()
+    eager, pool = stores("mamba", suspects)
+    state = running("abcd", pool)
+    blocks = state.groups[0].block_ids
+    for index, name in [(1, "b"), (3, "d")]:
+        pool.blocks[blocks[index]].block_hash = key(name)
+    suspects.add(blocks[1])
+    assert [offer[1] for offer in eager.offers(state, pool, 20)] == [blocks[3]]

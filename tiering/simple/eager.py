@@ -21,15 +21,17 @@ class EagerStores:
     but copy.
     """
 
-    def __init__(self, cpu: CPUBlockPool, groups: Sequence[OffloadGroup]) -> None:
+    def __init__(self, cpu: CPUBlockPool, groups: Sequence[OffloadGroup], suspects: Container[int] = ()) -> None:
         """Create the eager mode.
 
         Args:
             cpu: the CPU pool.
             groups: the KV-cache groups.
+            suspects: GPU blocks that may not be stored; default: none.
         """
         self._cpu = cpu
         self._groups = groups
+        self._suspects = suspects
         self._running: dict[OffloadKey, SimpleGroupState | set[SimpleGroupState]] = {}
         """Name → the running request's group that has offered the block, or a set of several such groups.
 
@@ -145,11 +147,11 @@ class EagerStores:
                 for index in range(state_of.cursor, self._end(state_of, group, state.storable_tokens()))
             ]
 
-    def left_over(self, pool: GPUBlockPool, room: int, suspects: Container[int] = ()) -> list[Offer]:
-        """Return blocks of finished requests to store now, at most ``room`` of them and no ``suspects``."""
+    def left_over(self, pool: GPUBlockPool, room: int) -> list[Offer]:
+        """Return blocks of finished requests to store now, at most ``room`` of them and no suspects."""
         if not self._left_over:
             return []
-        cpu, blocks = self._cpu, pool.blocks
+        cpu, blocks, suspects = self._cpu, pool.blocks, self._suspects
         # A GPU block keeps its name exactly as long as it keeps its content.
         alive = [
             offer
@@ -182,8 +184,8 @@ class EagerStores:
                 running[key] = {owner, group}
         group.cursor = end
 
-    @staticmethod
     def _still_there(
+        self,
         state: SimpleRequestState,
         group: OffloadGroup,
         start: int,
@@ -194,7 +196,8 @@ class EagerStores:
         """Return ``blocks`` with the null block in place of each block that may have lost its content.
 
         The engine takes back blocks that a window or a state has passed, and overwrites a running state in place. A
-        block whose name in the engine's prefix cache is its key still has its content.
+        block whose name in the engine's prefix cache is its key still has its content. Another request may have filled
+        and named it since, so a suspect counts as lost.
 
         Args:
             state: the request.
@@ -205,8 +208,11 @@ class EagerStores:
             pool: the engine's pool.
         """
         held_from = group.skipped_blocks(state.request.num_computed_tokens)
-        null, all_blocks = pool.null_block.block_id, pool.blocks
+        null, all_blocks, suspects = pool.null_block.block_id, pool.blocks, self._suspects
         return [
-            block if (not group.is_state and index >= held_from) or all_blocks[block].block_hash == key else null
+            block
+            if (not group.is_state and index >= held_from)
+            or (all_blocks[block].block_hash == key and block not in suspects)
+            else null
             for index, (key, block) in enumerate(zip(keys, blocks, strict=True), start)
         ]

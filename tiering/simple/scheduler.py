@@ -91,7 +91,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             engine_events,
             logger,
         )
-        self.eager = EagerStores(self.cpu_block_pool, groups)
+        self.eager = EagerStores(self.cpu_block_pool, groups, self._tables.suspects)
         """Stores of blocks as soon as they are computed."""
         self._gpu: GPUBlockPool | None = None
         self._loads: dict[str, list[Load]] = {}
@@ -193,7 +193,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             names.
         """
         ordered, self.ordered = self.ordered, []
-        gpu, suspects, room = self._gpu, self._tables.suspects, self.cpu_block_pool.num_free_blocks
+        gpu, room = self._gpu, self.cpu_block_pool.num_free_blocks
         storable = [
             state
             for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
@@ -201,9 +201,9 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             and (state.invalid_from is None or self._tables.confirm_recomputed(state, tokens))
         ]
         if gpu is not None and self.lazy_offload:
-            ordered += self._take(self.lazy.offers(gpu, room, suspects), gpu)
+            ordered += self._take(self.lazy.offers(gpu, room, self._tables.suspects), gpu)
         elif gpu is not None:
-            ordered += self._take(self.eager.left_over(gpu, room, suspects), gpu)
+            ordered += self._take(self.eager.left_over(gpu, room), gpu)
             for state in storable:
                 if state.policy.store and not state.loading:
                     ordered += self._take_request(state, gpu)
