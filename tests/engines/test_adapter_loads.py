@@ -6,6 +6,7 @@ import importlib
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from tiering.engines.vllm import adapter_loads
-from tiering.engines.vllm.adapter_loads import AdapterLoads
+from tiering.engines.vllm.adapter_loads import UNREAD, AdapterLoads, is_private
+from tiering.testing.until import until
 
 CONFIG = object()
 OLD = 1_000_000_000 * 10**9
@@ -123,19 +125,19 @@ def another_file(file: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [in_place, another_file])
-def test_files_that_change_while_they_are_loaded_have_no_identity(
+def test_files_that_change_while_they_are_loaded_are_known_by_their_load(
     loads: AdapterLoads, tmp_path: Path, replace: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter = write(tmp_path / "adapter", b"first")
     manager = Manager()
     manager.meanwhile = lambda: replace(adapter / "adapter_model.safetensors")
-    assert identity(loads, adapter, manager) == ""
-    assert "its requests use no tier until it is loaded again" in caplog.text
+    assert is_private(identity(loads, adapter, manager))
+    assert "its requests use the CPU tier only until it is loaded again" in caplog.text
     manager.meanwhile = lambda: None
     assert identity(loads, adapter, manager) != ""
 
 
-def test_files_that_change_without_a_trace_while_they_are_loaded_have_no_identity(
+def test_files_that_change_without_a_trace_while_they_are_loaded_are_known_by_their_load(
     loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the file system records the same for all content, as for writes through a mapping."""
@@ -143,7 +145,7 @@ def test_files_that_change_without_a_trace_while_they_are_loaded_have_no_identit
     adapter = write(tmp_path / "adapter", b"first")
     manager = Manager()
     manager.meanwhile = lambda: in_place(adapter / "adapter_model.safetensors")
-    assert identity(loads, adapter, manager) == ""
+    assert is_private(identity(loads, adapter, manager))
 
 
 def test_a_loaded_adapter_is_copied_because_its_tensors_may_be_mapped_from_its_files(
@@ -182,18 +184,20 @@ def test_settings_that_change_what_an_adapter_computes_are_part_of_its_identity(
     assert found() == found(max_loras=4, max_cpu_loras=8) != ""
     others = [found(lora_dtype="bfloat16"), found(target_modules=["q_proj"]), found({"is_3d_lora_weight": True})]
     assert len({found(), *others}) == 4
-    assert found({"tensorizer_config_dict": {"tensorizer_dir": "elsewhere"}}) == ""
+    assert is_private(found({"tensorizer_config_dict": {"tensorizer_dir": "elsewhere"}}))
 
 
-def test_files_that_a_process_may_write_through_a_mapping_have_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
+def test_files_that_a_process_may_write_through_a_mapping_are_known_by_their_load(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
     path = write(tmp_path / "adapter", b"one")
     with (path / "adapter_model.safetensors").open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert identity(loads, path) == ""
-    assert identity(loads, path) != ""
+        assert is_private(identity(loads, path))
+    assert not is_private(identity(loads, path))
 
 
-def test_an_adapter_without_files_has_no_identity(loads: AdapterLoads, tmp_path: Path) -> None:
-    assert identity(loads, tmp_path / "absent") == ""
+def test_an_adapter_without_files_is_known_by_its_load(loads: AdapterLoads, tmp_path: Path) -> None:
+    assert is_private(identity(loads, tmp_path / "absent"))
 
 
 def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
@@ -203,7 +207,7 @@ def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
     monkeypatch.setattr(importlib, "import_module", {"huggingface_hub.constants": constants}.__getitem__)
     cache = tmp_path / "models--org--adapter"
     name = Path("org/adapter")
-    assert identity(loads, name) == ""
+    assert is_private(identity(loads, name))
 
     def download(commit: str, weights: bytes) -> None:
         snapshot = cache / "snapshots" / commit
@@ -219,11 +223,11 @@ def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
     manager.meanwhile = lambda: None
     assert identity(loads, name, manager) == found
     manager.meanwhile = lambda: download("b" * 40, b"other")
-    assert identity(loads, name, manager) == ""
+    assert is_private(identity(loads, name, manager))
     manager.meanwhile = lambda: None
     assert identity(loads, name, manager) not in {found, ""}
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    assert identity(loads, name) == ""
+    assert is_private(identity(loads, name))
     monkeypatch.delenv("VLLM_USE_MODELSCOPE")
     shutil.rmtree(cache)
 
@@ -232,7 +236,7 @@ def test_a_repository_of_the_hub_is_known_by_the_files_of_its_newest_snapshot(
         download("b" * 40, b"other")  # by another process
 
     manager.meanwhile = download_twice
-    assert identity(loads, name, manager) == ""
+    assert is_private(identity(loads, name, manager))
 
 
 def test_blocks_of_another_adapter_than_the_held_one_are_stale(loads: AdapterLoads, tmp_path: Path) -> None:
@@ -285,3 +289,47 @@ def test_adapters_that_were_not_used_for_long_are_dropped(
         assert loads.check([("1 adapter", held, {7})]) == set(), "the first one is used in between"
     assert list(loads._held) == ["5 adapter", "6 adapter", "1 adapter"]
     assert loads.check([("2 adapter", held, {7})]) == {7}
+
+
+def test_each_load_of_unknown_files_is_another_identity_and_other_engines_have_others(tmp_path: Path) -> None:
+    first, other = AdapterLoads(CONFIG, "engine"), AdapterLoads(CONFIG, "another")
+    found = []
+    for loads in (first, first, other):
+        loads.record("1 adapter", "")
+        found += loads.take_news().values()
+    assert len(set(found)) == 3
+    assert all(map(is_private, found))
+
+
+def read_news(loads: AdapterLoads, path: Path) -> dict[str, str]:
+    """Let ``loads`` read the files of an adapter that is not loaded, and return the report."""
+    loads.read({"1 adapter": (str(path), False)})
+    news: dict[str, str] = {}
+
+    def reported() -> bool:
+        news.update(loads.take_news())
+        return bool(news)
+
+    until(reported)
+    return news
+
+
+def test_files_are_read_before_a_load_and_have_the_identity_that_the_load_will_have(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
+    adapter = write(tmp_path / "adapter", b"first")
+    read = read_news(loads, adapter)["1 adapter"]
+    assert read == identity(loads, adapter)
+    write(adapter, b"other")
+    loads.read({"1 adapter": (str(adapter), False)})  # what is loaded counts
+    assert loads.take_news() == {"1 adapter": read}
+
+
+def test_files_that_cannot_be_read_before_a_load_are_reported_as_such(loads: AdapterLoads, tmp_path: Path) -> None:
+    assert read_news(loads, tmp_path / "absent") == {"1 adapter": UNREAD}
+
+
+def test_only_one_worker_of_an_engine_reads(tmp_path: Path) -> None:
+    loads = AdapterLoads(CONFIG, reads=False)
+    loads.read({"1 adapter": (str(tmp_path), False)})
+    assert not any(thread.name == "kv-tiering-adapter" for thread in threading.enumerate())

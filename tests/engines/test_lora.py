@@ -19,7 +19,7 @@ from tiering.connector.metadata import (
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
 from tiering.engines.vllm import lora as lora_module
-from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
+from tiering.engines.vllm.lora import READ_PATIENCE, AdapterGuard, AdapterNames, AdapterVariants
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 NOTHING = {"load": False, "store": False}
@@ -280,3 +280,86 @@ def test_adapters_that_were_not_used_for_long_are_dropped_unless_a_request_is_op
     again = guard.admit(request(6))
     assert not again.variant.identity
     assert checks(guard, "r") == [("6 adapter", "", set())], "the workers are asked again"
+
+
+# ------------------------------------------------------------------------------------ adapters that no worker has loaded
+
+
+def waiting(half: OffloadingConnectorScheduler, name: str = "r", **more: Any) -> tuple[AdapterVariants, list[float]]:
+    """Return a guard with an admitted request whose adapter no worker has loaded, and its clock."""
+    now = [0.0]
+    guard = AdapterVariants(half, lambda: now[0])
+    asked = request(1, **more)
+    asked.block_hashes = [bytes(32)]
+    admitted(guard, half, asked)
+    return guard, now
+
+
+def test_first_requests_of_an_adapter_wait_for_a_worker_to_read_its_files(half: OffloadingConnectorScheduler) -> None:
+    guard, _ = waiting(half)
+    assert guard.may_load("r") is None
+    asked = guard.with_checks(NOTHING_TO_DO, set())  # also in a step that computes nothing
+    assert asked.adapters_to_read == {"1 adapter": ("/a", False)}
+    assert guard.with_checks(NOTHING_TO_DO, set()) is NOTHING_TO_DO
+    assert NOTHING_TO_DO.adapters_to_read == {}
+    guard.report({"1 adapter": "A"})
+    assert guard.may_load("r")
+    assert checks(guard, "r", metadata=LOADS["tiering"]) == [("1 adapter", "A", {4, 5})]
+
+
+@pytest.mark.parametrize("report", [{}, {"1 adapter": "unread"}, {"2 another": "A"}])
+def test_the_wait_ends_when_nothing_can_be_read_or_with_its_time(
+    half: OffloadingConnectorScheduler, report: dict[str, str]
+) -> None:
+    guard, now = waiting(half)
+    guard.report(report)
+    if "1 adapter" not in report:
+        assert guard.may_load("r") is None
+        now[0] = READ_PATIENCE
+    assert guard.may_load("r")
+    assert half.states["r"].variant is not None
+    assert half.states["r"].variant.identity == ""
+    assert checks(guard, "r") == [("1 adapter", "", set())]  # what is loaded by then is asked for
+    guard.drop("r")
+    guard.admit(request(1))
+    assert guard.may_load("r"), "the next requests do not wait again"
+
+
+def test_a_request_that_may_load_nothing_does_not_wait(half: OffloadingConnectorScheduler) -> None:
+    guard, _ = waiting(half, params={"kv_tiering": {"load": False}})
+    assert guard.may_load("r")
+
+
+def test_a_load_of_other_files_than_were_read_is_another_adapter(half: OffloadingConnectorScheduler) -> None:
+    guard, _ = waiting(half)
+    guard.report({"1 adapter": "A"})
+    guard.report({"1 adapter": "B"})
+    assert half.states["r"].policy == NEITHER
+
+
+PRIVATE = "load 1 of engine"
+
+
+@pytest.mark.parametrize("params", [None, {"other": 1}, {"kv_tiering": {"tiers": ["s3"], "store": False}}])
+def test_an_adapter_whose_files_are_not_known_uses_the_cpu_tier_only(
+    half: OffloadingConnectorScheduler, params: Any
+) -> None:
+    guard, _ = waiting(half)
+    guard.report({"1 adapter": PRIVATE})
+    assert half.states["r"].policy == NEITHER, "the first request might use all tiers"
+    seen = guard.admit(request(1, params=params))
+    mine = (params or {}).get("kv_tiering", {})
+    assert seen.kv_transfer_params == {**(params or {}), "kv_tiering": {**mine, "tiers": []}}
+    assert seen.variant.identity == PRIVATE
+    guard.report({"1 adapter": PRIVATE.replace("1", "2")})
+    assert seen.variant.is_void, "each load has its own blocks"
+    guard.report({"1 adapter": "A"})
+    assert guard.admit(request(1)).kv_transfer_params is None
+
+
+def test_wrong_parameters_stay_wrong_for_an_adapter_whose_files_are_not_known(
+    half: OffloadingConnectorScheduler,
+) -> None:
+    guard = AdapterVariants(half)
+    guard.report({"1 adapter": PRIVATE})
+    assert guard.admit(request(1, params={"kv_tiering": 3})).kv_transfer_params == {"kv_tiering": 3}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
+from tiers.valkey.values import read_value
 from valkey import exceptions
 from valkey.connection import Connection
 
@@ -42,7 +43,6 @@ from tiers.memory import MEMORY_TIER, MemoryStore, drop_medium
 from tiers.object import S3_TIER
 from tiers.valkey import VALKEY_TIER
 from tiers.valkey import client as valkey_client
-from tiers.valkey.values import read_value
 
 BLOCK = 8 << 10
 COMMON: dict[str, Any] = {

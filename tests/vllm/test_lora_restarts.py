@@ -8,8 +8,9 @@ import pytest
 
 from tests.vllm.models import write_adapter
 from tests.vllm.rig import Answer, engine, wrong
-from tests.vllm.test_lora import ALL, OPTIONS, Asked, ask, hold
+from tests.vllm.test_lora import ALL, OPTIONS, Asked, ask
 from tiering.connector.variants import Variant
+from tiering.engines.vllm.adapter_loads import AdapterLoads
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,10 @@ def test_an_adapter_s_kv_comes_back_from_the_disk_after_a_restart_and_another_ad
     stack = {"primary": {"capacity": "64MiB"}, "secondary": [disk]}
     with engine(llama, stack, **OPTIONS) as first:
         adapter = Asked("parrot", 1, path)
-        hold(first, adapter)
         assert wrong(ask(first, adapter), expected["one"]) == []
         first.settle()
     with engine(llama, stack, **OPTIONS) as second:
         adapter = Asked("parrot", 2, path)  # the number is not part of the identity
-        hold(second, adapter)
         answers, loaded = second.loaded(lambda: ask(second, adapter))
         assert (wrong(answers, expected["one"]), loaded) == ([], ALL)
         assert second.tier("local")["read_bytes"] >= loaded
@@ -52,7 +51,6 @@ def test_an_adapter_s_kv_comes_back_from_the_disk_after_a_restart_and_another_ad
         assert second.llm.llm_engine.remove_lora(adapter.number)
         adapter = Asked("parrot", 3, path)
         second.evict()
-        hold(second, adapter)
         answers, loaded = second.loaded(lambda: ask(second, adapter))
         assert (wrong(answers, expected["two"]) == [], loaded == 0) == (named, named)
         second.evict()
@@ -62,12 +60,41 @@ def test_an_adapter_s_kv_comes_back_from_the_disk_after_a_restart_and_another_ad
     write_adapter(path, 1)
     with engine(llama, stack, **OPTIONS) as third:
         adapter = Asked("parrot", 1, path)
-        hold(third, adapter)
         answers, loaded = third.loaded(lambda: ask(third, adapter))
         assert (wrong(answers, expected["one"]), loaded) == ([], ALL)
     if named:
         write_adapter(path, 3)
         with engine(llama, stack, **OPTIONS) as fourth:
             adapter = Asked("parrot", 1, path)
-            hold(fourth, adapter)
             assert fourth.loaded(lambda: ask(fourth, adapter))[1] == 0
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["read before the load", "read by the load alone"])
+def test_files_that_change_after_they_were_read_give_no_wrong_answer(
+    llama: Path, expected: dict[str, list[Answer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """The first request loads KV of the files that were read; the load then reads other files.
+
+    Without the early reading, the first request loads nothing.
+    """
+    path = write_adapter(tmp_path / "adapter", 1)
+    disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
+    stack = {"primary": {"capacity": "64MiB"}, "secondary": [disk]}
+    with engine(llama, stack, **OPTIONS) as first:
+        assert wrong(ask(first, Asked("parrot", 1, path)), expected["one"]) == []
+        first.settle()
+    take_news = AdapterLoads.take_news
+
+    def then_changed(loads: AdapterLoads) -> dict[str, str]:
+        if news := take_news(loads):
+            monkeypatch.undo()
+            write_adapter(path, 2)
+        return news
+
+    if early:
+        monkeypatch.setattr(AdapterLoads, "take_news", then_changed)
+    else:
+        monkeypatch.setattr(AdapterLoads, "read", lambda loads, adapters: None)
+    with engine(llama, stack, **OPTIONS) as second:
+        answers, loaded = second.loaded(lambda: ask(second, Asked("parrot", 1, path)))
+        assert (wrong(answers, expected["two" if early else "one"]), loaded) == ([], ALL if early else 0)

@@ -49,6 +49,8 @@ class OffloadingConnectorMetadata:
 
     The identity "" asks the worker for the adapter's.
     """
+    adapters_to_read: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """Files of adapters whose requests wait until the worker has read them, by key of the adapter."""
 
 
 NOTHING_TO_DO = OffloadingConnectorMetadata()

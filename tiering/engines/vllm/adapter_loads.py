@@ -1,9 +1,12 @@
 """The identities of the LoRA adapters that a worker has loaded.
 
-An adapter's identity is the content of its files, with the settings of vLLM that affect their use. The files
-are read and looked at before and after each load of the worker's LoRA manager: a first load, one after an eviction, and
-one in place. What was loaded is copied, because safetensors maps files: a file that is written in place would change
-the adapter that the worker holds. Nothing here imports vLLM.
+An adapter's identity is the content of its files, with the settings of vLLM that affect their use. The files are read
+and looked at before and after each load of the worker's LoRA manager: a first load, one after an eviction, and one in
+place. What was loaded is copied, because safetensors maps files: a file that is written in place would change the
+adapter that the worker holds. A load of files that changed meanwhile, or that cannot be read, has an identity of its
+own (:func:`is_private`).  vLLM loads an adapter when a request is first scheduled. The files of an adapter that is
+not loaded yet are read on a thread beside the engine, so that its first request can find blocks. What the load then
+reads is compared. Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
@@ -40,10 +45,18 @@ MAX_ADAPTERS = 1 << 14
 
 Beyond it, the one whose use is longest ago is dropped.
 """
+_3D = " 3d"
 _observers: list[AdapterLoads] = []
 
 AdapterCheck = tuple[str, str, set[int]]
 """Key of an adapter, its identity when KV was loaded for it ("": not known), and the GPU blocks."""
+
+AdapterFiles = tuple[str, bool]
+"""Path of an adapter as vLLM was given it, and True if its weights have three dimensions."""
+
+UNREAD = "unread"
+"""Reported for an adapter that is not loaded and whose files cannot be read yet."""
+_PRIVATE = "load "
 
 Recorded = tuple[tuple[Any, ...], ...]
 """Records of the file system about an adapter's files; empty: there are none."""
@@ -62,19 +75,32 @@ def name_of(key: str) -> str:
     return key.partition(" ")[2]
 
 
+def is_private(identity: str) -> bool:
+    """Return True if an identity stands for one load of one engine, because the adapter's content is not known."""
+    return identity.startswith(_PRIVATE)
+
+
 class AdapterLoads:
     """The identities of the adapters that the LoRA manager of one worker has loaded.
 
     Args:
         lora_config: vLLM's object; it tells this engine's manager from others in the process.
+        engine_id: name of the engine; default: "".
+        reads: True to read the files of adapters that are not loaded yet, as one worker of an engine does; default:
+            True.
     """
 
-    def __init__(self, lora_config: Any) -> None:
+    def __init__(self, lora_config: Any, engine_id: str = "", *, reads: bool = True) -> None:
         self._config = lora_config
+        self._engine_id = engine_id
+        self._reads = reads
         words = plain({word: value for word, value in _words(lora_config).items() if word not in _NOT_CONTENT})
         self._settings = json.dumps(words, sort_keys=True)
         self._held: dict[str, str] = {}
         self._news: dict[str, str] = {}
+        self._private_loads = 0
+        self._read: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._one_reader = Lock()
 
     def observe(self, managers: Iterable[type]) -> None:
         """Observe all loads until :meth:`close`. If that is impossible, a line in the log says so.
@@ -103,19 +129,26 @@ class AdapterLoads:
         """Return True if ``manager`` is this engine's."""
         return getattr(manager, "lora_config", None) is self._config
 
-    def record(self, key: str, content: str) -> None:
+    def record(self, key: str, content: str | None) -> None:
         """Record a load.
 
         Args:
             key: key of the adapter.
-            content: identity of the content of its files; "" if that is not known.
+            content: identity of the content of its files; "" if that is not known; None if what was loaded may change.
         """
-        identity = hashlib.sha256(f"{content}\0{self._settings}".encode()).hexdigest() if content else ""
-        if not identity:
+        if content is None:
+            identity = ""
+        elif content:
+            identity = self._identity(content)
+        else:
+            self._private_loads += 1
+            identity = f"{_PRIVATE}{self._private_loads} of {self._engine_id}"
+        if not content:
             logger.warning(
-                "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use no "
-                "tier until it is loaded again",
+                "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use %s "
+                "until it is loaded again",
                 name_of(key),
+                "no tier" if content is None else "the CPU tier only",
             )
         if self._news.get(key, identity) != identity:
             identity = ""  # two loads since the last report
@@ -123,6 +156,26 @@ class AdapterLoads:
         self._held[key] = self._news[key] = identity
         if len(self._held) > MAX_ADAPTERS:
             del self._held[next(iter(self._held))]
+
+    def _identity(self, content: str) -> str:
+        return hashlib.sha256(f"{content}\0{self._settings}".encode()).hexdigest()
+
+    def read(self, adapters: Mapping[str, AdapterFiles]) -> None:
+        """Begin to read the files of adapters; :meth:`take_news` returns their identities, or :data:`UNREAD`.
+
+        Args:
+            adapters: files by key. Those that are loaded already are not read.
+        """
+        for key, files in adapters.items():
+            if key in self._held:
+                self._news.setdefault(key, self._held[key])
+            elif self._reads:
+                Thread(target=self._read_one, args=(key, *files), name="kv-tiering-adapter", daemon=True).start()
+
+    def _read_one(self, key: str, path: str, has_3d: bool) -> None:
+        with self._one_reader:
+            content = _content(path)
+        self._read.put((key, self._identity(content + _3D * has_3d) if content else UNREAD))
 
     def check(self, checks: Iterable[AdapterCheck]) -> set[int]:
         """Return the blocks whose KV belongs to other adapters than this worker computes with.
@@ -142,6 +195,10 @@ class AdapterLoads:
 
     def take_news(self) -> dict[str, str]:
         """Return the identities to report, by key, and forget that they are to be reported."""
+        while not self._read.empty():
+            key, identity = self._read.get()
+            if key not in self._held:
+                self._news[key] = identity
         news, self._news = self._news, {}
         return news
 
@@ -154,11 +211,11 @@ def _observed(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             return load(self, lora_request)
         adapter = _Adapter(str(lora_request.lora_path))
         loaded = load(self, lora_request)
-        content = adapter.content() if _detach(loaded) else ""
-        if getattr(lora_request, "tensorizer_config_dict", None):
+        content = adapter.content() if _detach(loaded) else None
+        if content and getattr(lora_request, "tensorizer_config_dict", None):
             content = ""  # read from another place
         elif content and getattr(lora_request, "is_3d_lora_weight", False):
-            content += " 3d"
+            content += _3D
         for one in observers:
             one.record(key_of(lora_request), content)
         return loaded

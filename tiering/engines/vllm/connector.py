@@ -131,7 +131,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         is_worker = role == KVConnectorRole.WORKER
         self._identifies_adapters = self._can_identify_adapters(getattr(vllm_config, "lora_config", None))
         if is_worker and self._identifies_adapters:
-            self._watch_adapters(vllm_config.lora_config)
+            self._watch_adapters(vllm_config.lora_config, geometry)
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
             return
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
@@ -163,7 +163,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             return False
         return True
 
-    def _watch_adapters(self, lora_config: Any) -> None:
+    def _watch_adapters(self, lora_config: Any, geometry: Geometry) -> None:
         """Observe which adapters this worker loads, or log why requests with adapters use no tier."""
         try:
             managers = importlib.import_module("vllm.lora.worker_manager")
@@ -171,7 +171,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         except (ImportError, AttributeError) as error:
             logger.warning("the loading of LoRA adapters cannot be observed: their requests use no tier (%s)", error)
             return
-        self._adapter_loads = AdapterLoads(lora_config)
+        self._adapter_loads = AdapterLoads(lora_config, geometry.engine.engine_id, reads=geometry.rank == 0)
         self._adapter_loads.observe(kinds)
 
     def _start_simple(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, is_worker: bool) -> bool:

@@ -4,29 +4,35 @@ A block's hash covers the adapter's name (from vLLM 0.31 also its path), not its
 identity of an adapter's files around each of their loads (:mod:`tiering.engines.vllm.adapter_loads`). Until they have,
 an adapter's requests load nothing.
 
-In the tiering mode the identity becomes part of the names of an adapter's blocks, so that all tiers may hold them, and
-the first requests store what they have computed once the report has come. In the simple mode a name that has stood for
-two adapters uses no tier. Nothing here imports vLLM; its objects are read by attribute.
+In the tiering mode the identity becomes part of the names of an adapter's blocks, so that all tiers may hold them. The
+first requests of an adapter wait a short time for a worker to read the files; what it loads then must be equal. An
+adapter whose files are not known has an identity for each of its loads, and uses the CPU tier only. In the simple mode
+a name that has stood for two adapters uses no tier. Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Container, Mapping
+import math
+import time
+from collections.abc import Callable, Container, Mapping
 from itertools import chain, islice
 from typing import Any
 
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
-from tiering.engines.vllm.adapter_loads import MAX_ADAPTERS, key_of, name_of
+from tiering.engines.vllm.adapter_loads import MAX_ADAPTERS, UNREAD, AdapterFiles, is_private, key_of, name_of
 from tiering.engines.vllm.loads import ordered_loads
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
 
 logger = logging.getLogger("kv_tiering.vllm")
 
 Metadata = OffloadingConnectorMetadata | SimpleCPUOffloadMetadata
+
+READ_PATIENCE = 1.0
+"""Most seconds for which the first requests of an adapter wait for a worker to read its files."""
 
 _NOTHING = {"load": False, "store": False}
 
@@ -59,16 +65,19 @@ class AdapterGuard:
         """Return a request with the adapter ``lora`` in the form that the scheduler half should see."""
         return _without_tiers(request)
 
-    def may_load(self, request_id: str) -> bool:
-        """Return False if the adapter of a request is no longer the one that was assumed when it was admitted."""
+    def may_load(self, request_id: str) -> bool | None:
+        """Return False if the adapter of a request is no longer the one that was assumed when it was admitted.
+
+        None: not known yet, because a worker reads the adapter's files.
+        """
         return True
 
     def report(self, adapters: Mapping[str, str]) -> None:
         """Process the workers' report.
 
         Args:
-            adapters: identity of each adapter that was loaded or asked for, by key; "": not known, or not equal on all
-                workers.
+            adapters: identity of each adapter that was loaded, read or asked for, by key; "": not known, or not equal
+                on all workers.
         """
 
     def with_checks(self, metadata: Metadata, scheduled: Container[str]) -> Metadata:
@@ -106,11 +115,16 @@ class AdapterVariants(AdapterGuard):
 
     Args:
         half: the scheduler half.
+        clock: returns monotonic seconds; default: :func:`time.monotonic`.
     """
 
-    def __init__(self, half: OffloadingConnectorScheduler) -> None:
+    def __init__(self, half: OffloadingConnectorScheduler, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._half = half
+        self._clock = clock
+        self._to_read: dict[str, AdapterFiles] = {}
+        self._read_by: dict[str, float] = {}
+        """Time until which requests wait for the files of an adapter, by its key."""
         self._variants: dict[str, Variant] = {}
         """Variant of each adapter for its new requests, by key; the one whose use is longest ago comes first."""
         self._waiting: dict[str, tuple[str, Variant]] = {}
@@ -129,7 +143,27 @@ class AdapterVariants(AdapterGuard):
         else:
             self._unknown[request.request_id] = key
             self._waiting[request.request_id] = (key, variant)
-        return RequestWithParams(request, request.kv_transfer_params, variant)
+            if key not in self._read_by:
+                self._read_by[key] = self._clock() + READ_PATIENCE
+                self._to_read[key] = (str(lora.lora_path), bool(getattr(lora, "is_3d_lora_weight", False)))
+        params = request.kv_transfer_params
+        return RequestWithParams(request, _in_memory(params) if is_private(variant.identity) else params, variant)
+
+    def may_load(self, request_id: str) -> bool | None:
+        if (waiting := self._waiting.get(request_id)) is None:
+            return True
+        key, variant = waiting
+        if variant.identity or variant.is_void or self._clock() >= self._read_by[key]:
+            return True
+        state = self._half.states.get(request_id)
+        return None if state is not None and state.may_load and state.request.block_hashes else True
+
+    def with_checks(self, metadata: Metadata, scheduled: Container[str]) -> Metadata:
+        metadata = super().with_checks(metadata, scheduled)
+        if not self._to_read or isinstance(metadata, SimpleCPUOffloadMetadata):
+            return metadata
+        files, self._to_read = self._to_read, {}
+        return dataclasses.replace(metadata, adapters_to_read=files)
 
     def _drop_oldest(self) -> None:
         """Drop variants beyond the bound that have no open request; the workers are asked again when needed."""
@@ -137,9 +171,13 @@ class AdapterVariants(AdapterGuard):
         for key in list(islice(self._variants, len(self._variants) - MAX_ADAPTERS)):
             if key not in used:
                 del self._variants[key]
+                self._read_by.pop(key, None)
 
     def report(self, adapters: Mapping[str, str]) -> None:
         for key, identity in adapters.items():
+            self._read_by[key] = -math.inf
+            if identity == UNREAD:
+                continue
             variant = self._variants.get(key)
             if variant is None or (variant.is_void and identity):
                 variant = self._variants[key] = Variant(self._half.events.own_hashes)
@@ -148,12 +186,18 @@ class AdapterVariants(AdapterGuard):
             elif variant.identity:
                 self._replaced(variant, key)
                 variant = self._variants[key] = Variant(self._half.events.own_hashes)
+            elif is_private(identity):
+                # Requests that were admitted before the report might use tiers that outlive the engine.
+                self._identify(variant, key, "")
+                variant = self._variants[key] = Variant(self._half.events.own_hashes)
             self._identify(variant, key, identity)
 
     def _identify(self, variant: Variant, key: str, identity: str) -> None:
         """Set the identity of a variant that had none."""
         if identity:
             variant.identify(identity)
+            for req_id in [req_id for req_id, its_key in self._unknown.items() if its_key == key]:
+                del self._unknown[req_id]
             waiting = [req_id for req_id, (_, its) in self._waiting.items() if its is variant]
             self._assumed |= dict.fromkeys(waiting, (key, identity))
         else:
@@ -232,6 +276,13 @@ class AdapterNames(AdapterGuard):
                 "load nor store KV until the prefix cache is reset together with the connector's",
                 name,
             )
+
+
+def _in_memory(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the parameters of a request with the CPU tier as the only one that it may use."""
+    params = params or {}
+    mine = params.get("kv_tiering")
+    return {**params, "kv_tiering": {**mine, "tiers": []} if isinstance(mine, Mapping) else mine or {"tiers": []}}
 
 
 def _without_tiers(request: Any, variant: Variant | None = None) -> RequestWithParams:

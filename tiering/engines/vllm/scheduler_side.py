@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from tiering.connector.half import ASK_AGAIN, NO_TOKENS
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.events import EventConverter
@@ -69,8 +70,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         half = self.scheduler_half or self._no_scheduler()
-        if not self._adapters.may_load(request.request_id):
-            return 0, False
+        if not (may_load := self._adapters.may_load(request.request_id)):
+            return ASK_AGAIN if may_load is None else NO_TOKENS
         return half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tiering.connector.metadata import OffloadingWorkerMetadata
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.canonical import LayerCache
 from tiering.engines.vllm.adapter_loads import AdapterLoads
@@ -133,7 +133,10 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         failed = (self.worker_half or self._no_worker()).get_block_ids_with_load_errors()
         if self._adapter_loads is None:
             return failed
-        stale = self._adapter_loads.check(self._get_connector_metadata().adapter_checks)
+        metadata = self._get_connector_metadata()
+        if isinstance(metadata, OffloadingConnectorMetadata) and metadata.adapters_to_read:
+            self._adapter_loads.read(metadata.adapters_to_read)
+        stale = self._adapter_loads.check(metadata.adapter_checks)
         return failed | stale if stale else failed
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
