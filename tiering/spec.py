@@ -28,7 +28,7 @@ logger = logging.getLogger("kv_tiering.stack")
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 _FLAGS = ("offload_prompt_only", "self_describing_kv_events")
-_OWN_WORDS = frozenset({"config", "block_size", "sharer_wait", *_FLAGS})
+_OWN_WORDS = frozenset({"config", "block_size", "blocks_per_chunk", "sharer_wait", *_FLAGS})
 
 
 class TieringOffloadingSpec(OffloadingSpec):
@@ -42,7 +42,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         engine: the engine's configuration.
         extra_config: the connector's extra configuration. It contains either ``config`` (the path of the stack's YAML
             file, or its content as a mapping) or the stack's own words. Other words: ``offload_prompt_only``,
-            ``block_size``, ``sharer_wait``, ``self_describing_kv_events``.
+            ``block_size`` or ``blocks_per_chunk``, ``sharer_wait``, ``self_describing_kv_events``.
         model: identity of the model.
         group_bytes: size of an offloaded block in bytes per KV-cache group, without padding, all ranks together;
             default: the sizes in the model's :class:`KVLayout`.

@@ -37,6 +37,11 @@ def test_a_spec_offloads_gpu_blocks_of_the_prompt_unless_told_otherwise() -> Non
     assert not BareSpec(engine(16), {"offload_prompt_only": False}).offload_prompt_only
 
 
+def test_blocks_per_chunk_applies_to_each_group() -> None:
+    spec = BareSpec(engine(16, 48), {"blocks_per_chunk": 4})
+    assert (spec.block_size_factor, spec.offloaded_block_size) == (4, (64, 192))
+
+
 @pytest.mark.parametrize(("block_size", "factor"), [(16, 1), (64, 4)])
 def test_the_factor_is_the_offloaded_block_size_over_that_of_the_gpu(block_size: int, factor: int) -> None:
     spec = BareSpec(engine(16, 16), {"block_size": block_size})
@@ -54,10 +59,13 @@ def test_the_factor_is_the_offloaded_block_size_over_that_of_the_gpu(block_size:
         ({}, engine(), "at least one KV-cache group"),
         ({"block_size": 8}, engine(16), "not a multiple of the GPU block size 16"),
         ({"block_size": 40}, engine(16), "not a multiple of the GPU block size 16"),
-        ({"block_size": 64}, engine(16, 32), "different GPU block sizes"),
+        ({"block_size": 64}, engine(16, 32), "different GPU block sizes .*set blocks_per_chunk"),
         ({"block_size": 0}, engine(16), "not a number of tokens"),
         ({"block_size": True}, engine(16), "not a number of tokens"),
         ({"block_size": "64"}, engine(16), "not a number of tokens"),
+        ({"blocks_per_chunk": 0}, engine(16), "blocks_per_chunk: 0 is not a number of GPU blocks"),
+        ({"blocks_per_chunk": True}, engine(16), "not a number of GPU blocks"),
+        ({"blocks_per_chunk": 2, "block_size": 32}, engine(16), "leave one out"),
         ({"offload_prompt_only": "false"}, engine(16), "'false' is not true or false"),
         ({"offload_prompt_only": None}, engine(16), "None is not true or false"),
     ],

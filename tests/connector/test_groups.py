@@ -30,22 +30,21 @@ def test_groups_of_states_need_a_group_with_full_attention(kind: str) -> None:
 def test_states_have_no_larger_offloaded_blocks() -> None:
     spec = spec_of("mamba")
     larger = FakeSpec(spec.engine, {"block_size": 8})
-    with pytest.raises(ConfigError, match=r"block_size: cannot be used, KV-cache group 1 .*leave block_size out"):
+    with pytest.raises(ConfigError, match=r"block_size, .*cannot be used, KV-cache group 1 .*leave both out"):
         build_groups(larger)
 
 
-@pytest.mark.parametrize(
-    "kind", ["chunked_local_attention", "cross_attention", "encoder_only_attention", "a_kind_of_tomorrow"]
-)
+@pytest.mark.parametrize("kind", ["cross_attention", "encoder_only_attention", "a_kind_of_tomorrow"])
 def test_groups_whose_blocks_have_no_fixed_place_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="groups of this kind cannot be offloaded, only full_attention"):
         build_groups(spec_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["sliding_window", "chunked_local_attention"])
 @pytest.mark.parametrize("window", [None, 0, -4])
-def test_a_window_group_needs_a_window(window: int | None) -> None:
+def test_a_window_group_needs_a_window(window: int | None, kind: str) -> None:
     with pytest.raises(ConfigError, match="window"):
-        build_groups(spec_of("sliding_window", window))
+        build_groups(spec_of(kind, window))
 
 
 def test_a_description_for_each_group_or_for_none() -> None:
@@ -71,6 +70,12 @@ def test_a_window_covers_the_tokens_that_the_next_one_sees(window: int, size: in
 @pytest.mark.parametrize(("computed", "skipped"), [(0, 0), (8, 0), (10, 0), (11, 1), (15, 2), (32, 6)])
 def test_blocks_before_the_window_may_be_gone(computed: int, skipped: int) -> None:
     (group,) = build_groups(make_spec(8))
+    assert group.skipped_blocks(computed) == skipped
+
+
+@pytest.mark.parametrize(("computed", "skipped"), [(0, 0), (7, 0), (8, 2), (15, 2), (16, 4)])
+def test_blocks_before_the_chunk_may_be_gone(computed: int, skipped: int) -> None:
+    (group,) = build_groups(spec_of("chunked_local_attention", 8))[1:]
     assert group.skipped_blocks(computed) == skipped
 
 

@@ -16,7 +16,7 @@ from tiering.connector.groups import offload_groups
 from tiering.connector.hits import HitSearch
 from tiering.connector.tracked import NEVER
 
-FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
+FULL, WINDOW, CHUNK, STATE = "full_attention", "sliding_window", "chunked_local_attention", "mamba"
 CTX = ReqContext("r1")
 
 
@@ -53,7 +53,9 @@ def by_trying(
         for index, (one, count) in enumerate(zip(groups, blocks, strict=True)):
             size = one.gpu_block_size
             last = -(-tokens // size)
-            first = {FULL: 0, STATE: last - 1}.get(one.kind, max(0, tokens - (one.sliding_window or 0) + 1) // size)
+            window = one.sliding_window or 1
+            seen_from = {WINDOW: max(0, tokens - window + 1), CHUNK: tokens // window * window}
+            first = {FULL: 0, STATE: last - 1}.get(one.kind, seen_from.get(one.kind, 0) // size)
             needed = range(max(first, computed // size), last)
             if last > count or not held.issuperset(b"%d/%d" % (index, block) for block in needed):
                 return False
@@ -71,6 +73,20 @@ def test_a_window_needs_its_last_blocks(window: int, needed: int) -> None:
     if needed:
         held.remove(b"1/%d" % (8 - needed))
         assert longest(groups, held, (8, 8), 0, 32) < 32
+
+
+@pytest.mark.parametrize(("end", "needed"), [(32, 0), (28, 3), (20, 1), (16, 0)])
+def test_a_chunk_of_local_attention_needs_the_blocks_from_its_begin(end: int, needed: int) -> None:
+    groups = (group(FULL, 4), group(CHUNK, 4, 16))
+    held = {*names(0, 8), *names(1, 8)[end // 4 - needed : end // 4]}
+    assert longest(groups, held, (8, 8), 0, end) == end
+    if needed:
+        held.remove(b"1/%d" % (end // 4 - needed))
+        assert longest(groups, held, (8, 8), 0, end) == 16, "the end of the chunk before needs no block"
+
+
+def test_a_hit_leaves_a_token_where_a_chunk_may_begin_after_the_last_one() -> None:
+    assert HitSearch(offload_groups((group(FULL, 4), group(CHUNK, 4, 16)), 1), Held(), NEVER).tokens_to_leave == 1
 
 
 def test_a_state_needs_only_the_last_block() -> None:
@@ -104,8 +120,9 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed: int) -> None:
     for _ in range(60):
         groups = [group(FULL, dice.choice([2, 4]))]
         for _ in range(dice.randrange(3)):
-            kind = dice.choice([FULL, WINDOW, STATE])
-            groups.append(group(kind, dice.choice([2, 4, 8]), dice.randrange(2, 20) if kind == WINDOW else None))
+            kind = dice.choice([FULL, WINDOW, CHUNK, STATE])
+            window = dice.randrange(2, 20) if kind in (WINDOW, CHUNK) else None
+            groups.append(group(kind, dice.choice([2, 4, 8]), window))
         dice.shuffle(groups)
         tokens = dice.randrange(1, 70)
         blocks = [tokens // one.gpu_block_size for one in groups]

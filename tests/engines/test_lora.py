@@ -282,7 +282,7 @@ def test_adapters_that_were_not_used_for_long_are_dropped_unless_a_request_is_op
     assert checks(guard, "r") == [("6 adapter", "", set())], "the workers are asked again"
 
 
-# ------------------------------------------------------------------------------------ adapters that no worker has loaded
+# ----------------------------------------------------------------------------------- adapters that no worker has loaded
 
 
 def waiting(half: OffloadingConnectorScheduler, name: str = "r", **more: Any) -> tuple[AdapterVariants, list[float]]:

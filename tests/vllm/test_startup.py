@@ -87,6 +87,24 @@ def test_vllm_refuses_its_configuration(no_weights: Path, transfer: Any, message
 
 
 @pytest.mark.parametrize("transfer", [transfer_config(RIGHT), several(RIGHT)])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported"),
+        ({"distributed_executor_backend": "external_launcher"}, "use mp"),
+    ],
+)
+def test_vllm_refuses_a_parallelism_whose_workers_cannot_share_a_cpu_tier(
+    no_weights: Path, transfer: Any, options: dict[str, Any], message: str
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(model=str(no_weights), skip_tokenizer_init=True, kv_transfer_config=transfer, **options)
+    with pytest.raises(StartupError, match=message):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("transfer", [transfer_config(RIGHT), several(RIGHT)])
 def test_vllm_accepts_its_configuration_and_finds_the_class_by_name(no_weights: Path, transfer: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class KVCacheGroup:
     gpu_block_size: int
     """Size of one GPU block in tokens, context-parallel factor included."""
     sliding_window: int | None = None
-    """Size of the attention window in tokens; None for full attention."""
+    """Size of the attention window, or of a chunk of local attention, in tokens; None for full attention."""
     kind: str = "full_attention"
     """The engine's name for the kind of the group: "full_attention", "sliding_window", "mamba", ..."""
     is_eagle: bool = False
@@ -73,6 +73,36 @@ class TraceRecording:
     """Time in seconds that a shutdown may wait for requests that are not written yet; default 30."""
 
 
+def blocks_per_chunk(extra_config: Mapping[str, Any], gpu_block_sizes: Collection[int]) -> int:
+    """Return the number of GPU blocks in one offloaded block, the same for all KV-cache groups.
+
+    Args:
+        extra_config: the user's extra configuration.
+        gpu_block_sizes: tokens in a GPU block of each group.
+
+    Raises:
+        ConfigError: ``block_size`` or ``blocks_per_chunk`` is invalid, or both are given.
+    """
+    blocks, block_size = extra_config.get("blocks_per_chunk"), extra_config.get("block_size")
+    sizes = set(gpu_block_sizes)
+    for word, value, unit in (("blocks_per_chunk", blocks, "GPU blocks"), ("block_size", block_size, "tokens")):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+            raise ConfigError(f"{word}: {value!r} is not a number of {unit} (a positive integer)")
+    if block_size is None:
+        return 1 if blocks is None else int(blocks)
+    if blocks is not None:
+        raise ConfigError("block_size, blocks_per_chunk: both give the size of an offloaded block; leave one out")
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"block_size: {block_size} cannot be used, the KV-cache groups have different GPU block sizes "
+            f"{sorted(sizes)}; set blocks_per_chunk, the number of GPU blocks in an offloaded block of each group"
+        )
+    (gpu_size,) = sizes
+    if block_size % gpu_size:
+        raise ConfigError(f"block_size: {block_size} is not a multiple of the GPU block size {gpu_size}")
+    return int(block_size // gpu_size)
+
+
 class OffloadingSpec(ABC):
     """The factory of one engine's offloading: its manager in the scheduler and its copies in the workers.
 
@@ -81,7 +111,8 @@ class OffloadingSpec(ABC):
     Args:
         engine: the engine's configuration.
         extra_config: the user's extra configuration. ``block_size`` is the offloaded block size in tokens, by
-            default the GPU block size; ``offload_prompt_only`` (default True) excludes generated tokens.
+            default the GPU block size; ``blocks_per_chunk`` is the same in GPU blocks, for groups of any block sizes;
+            ``offload_prompt_only`` (default True) excludes generated tokens.
 
     Raises:
         ConfigError: the block sizes do not fit together, or a value is invalid.
@@ -113,26 +144,10 @@ class OffloadingSpec(ABC):
                     f"KV-cache group {group}: the GPU block size {size} is not a multiple of the hash block size "
                     f"{self.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
                 )
-        self.block_size_factor: int = self._block_size_factor(extra.get("block_size"))
+        self.block_size_factor: int = blocks_per_chunk(extra, self.gpu_block_size)
         """Number of GPU blocks in one offloaded block."""
         self.recording: TraceRecording | None = None
         """Settings of the trace that the scheduler records; None: it records none."""
-
-    def _block_size_factor(self, block_size: object) -> int:
-        if block_size is None:
-            return 1
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0:
-            raise ConfigError(f"block_size: {block_size!r} is not a number of tokens (a positive integer)")
-        sizes = set(self.gpu_block_size)
-        if len(sizes) != 1:
-            raise ConfigError(
-                f"block_size: {block_size} cannot be used, the KV-cache groups have different GPU block sizes "
-                f"{sorted(sizes)}; leave block_size out"
-            )
-        (gpu_size,) = sizes
-        if block_size % gpu_size:
-            raise ConfigError(f"block_size: {block_size} is not a multiple of the GPU block size {gpu_size}")
-        return block_size // gpu_size
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:

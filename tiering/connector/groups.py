@@ -1,11 +1,12 @@
 """KV-cache groups as they are offloaded, and the blocks that a hit needs of each group.
 
 A hit of n tokens needs all blocks up to n of each full-attention group. Of each sliding-window group the hit needs the
-blocks that the first token after the hit attends to, and the blocks that the engine retains beside them. Of a group
-that keeps a state the hit needs the last block, and ends where that block ends. The engine moves and overwrites states,
-so a state is stored only from the block that the engine hands over (:mod:`tiering.connector.handed_states`). A group
-that contains layers of a speculative head (``is_eagle``) needs one block more, which is not loaded. The engine's own
-prefix cache matches and drops that block too, because the head computes the end of a block from the token after it.
+blocks that the first token after the hit attends to, and the blocks that the engine retains beside them. Chunked local
+attention is a window that begins at the last multiple of the chunk. Of a group that keeps a state the hit needs the
+last block, and ends where that block ends. The engine moves and overwrites states, so a state is stored only from the
+block that the engine hands over (:mod:`tiering.connector.handed_states`). A group that contains layers of a speculative
+head (``is_eagle``) needs one block more, which is not loaded. The engine's own prefix cache matches and drops that
+block too, because the head computes the end of a block from the token after it.
 
 Hits end at a border between blocks of a full-attention group, or of any group in a model without full attention. A
 group with larger blocks then loads the block in which the hit ends, and the engine recomputes the tail of that block.
@@ -37,6 +38,8 @@ class GroupKind(Enum):
     """Every token reads all earlier tokens: all blocks of a prefix matter."""
     WINDOW = "window"
     """A token reads the last ``sliding_window`` tokens."""
+    CHUNK = "chunk"
+    """A token reads the tokens before it in its chunk; chunks begin at the multiples of their size."""
     STATE = "state"
     """The group keeps one state per sequence: only the last block of a prefix matters."""
 
@@ -47,6 +50,7 @@ KINDS = {
     "sink_full_attention": GroupKind.FULL,
     "sliding_window": GroupKind.WINDOW,
     "sliding_window_mla": GroupKind.WINDOW,
+    "chunked_local_attention": GroupKind.CHUNK,
     "mamba": GroupKind.STATE,
     "state_space": GroupKind.STATE,
     "short_conv": GroupKind.STATE,
@@ -87,12 +91,12 @@ class OffloadGroup:
     hash_block_size_factor: int
     """Hash-blocks in an offloaded block."""
     sliding_window: int | None
-    """Sliding window in tokens; None for full attention and states."""
+    """Sliding window in tokens; None for groups of other kinds."""
     reach: int
-    """Tokens before a position that must be present to continue from the position; 0 for full attention.
+    """Most tokens before a position that must be present to continue from the position; 0 for full attention.
 
-    These are the window without the present token, and the tokens that the engine retains besides; or the one token
-    whose block has the state.
+    These are the window without the present token, and the tokens that the engine retains besides; a chunk without its
+    last token; or the one token whose block has the state.
     """
     window_blocks: int
     """Offloaded blocks that cover ``reach`` tokens before an aligned position; 0 for full attention."""
@@ -119,12 +123,20 @@ class OffloadGroup:
         object.__setattr__(self, "is_state", self.kind is GroupKind.STATE)
         object.__setattr__(self, "key_suffix", self.group_idx.to_bytes(GROUP_BYTES, "big"))
 
+    def needed_from(self, end: int) -> int:
+        """Return the first token that must be present to continue from token ``end``."""
+        if self.is_full:
+            return 0
+        if self.kind is GroupKind.CHUNK:
+            return end - end % (self.reach + 1)
+        return max(0, end - self.reach)
+
     def skipped_blocks(self, computed_tokens: int) -> int:
         """Return the number of leading GPU blocks that the engine may have freed.
 
         No token from ``computed_tokens`` on reads these blocks.
         """
-        return 0 if self.is_full else max(0, computed_tokens - self.reach) // self.gpu_block_size
+        return self.needed_from(computed_tokens) // self.gpu_block_size
 
     def usable(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the offloaded blocks at ``positions`` that a hit can use.
@@ -162,8 +174,8 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     for group in built:
         if group.is_state and spec.block_size_factor > 1:
             raise ConfigError(
-                f"block_size: cannot be used, KV-cache group {group.group_idx} ({groups[group.group_idx].kind}) keeps "
-                "one state per GPU block; leave block_size out"
+                f"block_size, blocks_per_chunk: cannot be used, KV-cache group {group.group_idx} "
+                f"({groups[group.group_idx].kind}) keeps one state per GPU block; leave both out"
             )
         if group.is_state and not any(other.is_full for other in built):
             raise ConfigError(
@@ -205,7 +217,7 @@ def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: 
             f"KV-cache group {idx} ({group.kind}): groups of this kind cannot be offloaded, only {', '.join(KINDS)}; "
             "run the model without kv-tiering"
         )
-    if kind is GroupKind.WINDOW:
+    if kind is GroupKind.WINDOW or kind is GroupKind.CHUNK:
         window = group.sliding_window
         if window is None or window < 1:
             raise ConfigError(
@@ -213,6 +225,7 @@ def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: 
                 "(a positive integer)"
             )
         reach = window - 1 + group.retained_tokens
+        window = window if kind is GroupKind.WINDOW else None
     elif kind is GroupKind.STATE:
         reach = 1
     size = group.gpu_block_size * factor
@@ -228,7 +241,7 @@ def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: 
         window_blocks=-(-reach // size),
         lookahead_blocks=int(group.is_eagle),
         volatile_tokens=group.volatile_tokens,
-        kv_event_group_spec=KVEventGroupSpec(group.kind, group.sliding_window),
+        kv_event_group_spec=KVEventGroupSpec(group.kind, window),
     )
 
 

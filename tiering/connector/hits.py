@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
-from tiering.connector.groups import OffloadGroup
+from tiering.connector.groups import GroupKind, OffloadGroup
 
 MAX_WINDOW_PROBES = 64
 """Number of times that one search may shorten the hit because a window block is missing.
@@ -71,12 +71,13 @@ class HitSearch:
 
         When all of a request is held, the engine recomputes the last token. The last token attends to one token more on
         the left than the token after it. Where that token lies in an earlier block, which the hit does not need, the
-        hit must leave at least one token to compute. A state cannot be computed back by one token either.
+        hit must leave at least one token to compute. So it must where a chunk of local attention may begin after the
+        last token. A state cannot be computed back by one token either.
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:
         """Return True if :attr:`tokens_to_leave` must be 1 because of ``group``."""
-        if group.is_state:
+        if group.is_state or group.kind is GroupKind.CHUNK:
             return True
         if group.sliding_window is None or group.reach >= group.sliding_window:
             return False
@@ -86,7 +87,7 @@ class HitSearch:
         """Return the first offloaded block that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
         size = group.offloaded_block_size
         first = computed // size
-        return first if group.is_full else max(first, (end - group.reach) // size)
+        return first if group.is_full else max(first, group.needed_from(end) // size)
 
     def needed(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int) -> list[Sequence[OffloadKey]]:
         """Return the keys by group that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
@@ -181,15 +182,17 @@ class HitSearch:
             size = group.offloaded_block_size
             first = self.first_block(group, computed, end)
             wanted = keys[group.group_idx][first : -(-end // size) + group.lookahead_blocks]
-            answer = self._held.match_prefix(wanted, ctx)
+            answer = self._held.match_prefix(wanted, ctx) if wanted else PrefixMatch(0, False)
             pending = pending or answer.pending
             if answer.hits == len(wanted):
                 agreed += 1
             elif answer.pending:
                 break
             else:
-                end = min(end - 1, (first + answer.hits - group.lookahead_blocks) * size)
-                end = self._aligned(end)
+                held_to = (first + answer.hits - group.lookahead_blocks) * size
+                if group.kind is GroupKind.CHUNK:
+                    held_to = max(held_to, group.needed_from(end))
+                end = self._aligned(min(end - 1, held_to))
                 agreed, probes = 0, probes - 1
         return Hit(end, pending)
 

@@ -12,7 +12,7 @@ from tiering.errors import ConfigError
 
 _SELF_DESCRIBING = "self_describing_kv_events"
 _MODE_WORDS = ("mode", "lazy_offload")
-_OTHER_WORDS = frozenset({"block_size", "sharer_wait", "offload_prompt_only"})
+_OTHER_WORDS = frozenset({"block_size", "blocks_per_chunk", "sharer_wait", "offload_prompt_only"})
 """Words of the extra configuration that only the tiering mode has."""
 
 

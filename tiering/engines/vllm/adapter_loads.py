@@ -1,12 +1,14 @@
 """The identities of the LoRA adapters that a worker has loaded.
 
-An adapter's identity is the content of its files, with the settings of vLLM that affect their use. The files are read
-and looked at before and after each load of the worker's LoRA manager: a first load, one after an eviction, and one in
-place. What was loaded is copied, because safetensors maps files: a file that is written in place would change the
-adapter that the worker holds. A load of files that changed meanwhile, or that cannot be read, has an identity of its
-own (:func:`is_private`).  vLLM loads an adapter when a request is first scheduled. The files of an adapter that is
-not loaded yet are read on a thread beside the engine, so that its first request can find blocks. What the load then
-reads is compared. Nothing here imports vLLM.
+An adapter's identity is the content of its files, with the settings of vLLM that affect their use. The files
+are read and looked at before and after each load of the worker's LoRA manager: a first load, one after an eviction, and
+one in place. What was loaded is copied, because safetensors maps files: a file that is written in place would change
+the adapter that the worker holds. A load of files that changed meanwhile, or that cannot be read, has an identity of
+its own (:func:`is_private`).
+
+vLLM loads an adapter when a request is first scheduled. The files of an adapter that is not loaded yet are read on a
+thread beside the engine, so that its first request can find blocks. What the load then reads is compared. Nothing here
+imports vLLM.
 """
 
 from __future__ import annotations

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiering.api.engine import EngineConfig, KVCacheGroup
+from tiering.api.engine import EngineConfig, KVCacheGroup, blocks_per_chunk
 from tiering.api.namespace import KVLayout
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
 _REFUSED_KINDS = {
-    "chunked_local_attention": "only full-attention and sliding-window groups can be offloaded",
     "encoder_only_attention": "only full-attention and sliding-window groups can be offloaded",
     "cross_attention": "only full-attention and sliding-window groups can be offloaded",
     "unknown": "its kind is not known",
@@ -65,21 +64,8 @@ def check_supported(
     Raises:
         ConfigError: the configuration is unsupported; the message says what to change.
     """
-    parallel = vllm_config.parallel_config
     check_role(vllm_config.kv_transfer_config)
-    if getattr(parallel, "nnodes", 1) > 1:
-        raise ConfigError(
-            f"the engine spans {parallel.nnodes} hosts, but the CPU tier is shared memory of one host: "
-            "keep an engine's workers on one host"
-        )
-    if parallel.distributed_executor_backend == "external_launcher":
-        raise ConfigError(
-            "the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
+    check_parallel(vllm_config.parallel_config)
     if _cannot_continue(vllm_config):
         raise ConfigError(
             "vLLM's CPU kernels for latent attention (MLA) compute wrong results from any KV of an earlier step "
@@ -156,6 +142,30 @@ def check_role(transfer: Any) -> None:
         )
 
 
+def check_parallel(parallel: Any) -> None:
+    """Check that the workers of an engine can share one CPU tier.
+
+    Args:
+        parallel: vLLM's configuration of parallelism.
+
+    Raises:
+        ConfigError: they cannot; the message says what to change.
+    """
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise ConfigError(
+            f"the engine spans {parallel.nnodes} hosts, but the CPU tier is shared memory of one host: "
+            "keep an engine's workers on one host"
+        )
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ConfigError(
+            "the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
+
+
 def _cannot_continue(vllm_config: Any) -> bool:
     """Return True if vLLM's kernels cannot start from a prefix; vLLM's own prefix caching is off then."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
@@ -175,7 +185,7 @@ def read_geometry(
         hash_block_size: number of tokens that one block hash covers.
 
     Raises:
-        ConfigError: the page size of a layer is unknown.
+        ConfigError: the page size of a layer is unknown, or the size of offloaded blocks is invalid.
     """
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
@@ -191,7 +201,7 @@ def read_geometry(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
     replicated = world_size > 1 and _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
-    factor = _factor(vllm_config.kv_transfer_config.kv_connector_extra_config.get("block_size"), groups)
+    factor = blocks_per_chunk(vllm_config.kv_transfer_config.kv_connector_extra_config, engine.block_sizes)
     segments = 1 if replicated else world_size
     places, strides = _places(kv_cache_config), _strides(kv_cache_config)
     pages = [_pages(group, places, strides) for group in kv_cache_config.kv_cache_groups]
@@ -294,6 +304,8 @@ def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context:
     first = _first(spec)
     # Full attention may name a window too (hybrid manager off); vLLM then keeps all blocks of the group.
     window = int(first.sliding_window) if "sliding" in kind else None
+    if kind == "chunked_local_attention":
+        window = int(first.attention_chunk_size)
     sharded = context if getattr(spec, "dcp_sharded", True) else 1
     is_eagle = bool(getattr(group, "is_eagle_group", False))
     return KVCacheGroup(
@@ -329,14 +341,6 @@ def _replica(parallel: Any, engine_id: str) -> str | None:
     index = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
     several = int(getattr(parallel, "data_parallel_size", 1)) > 1 or engine_id.endswith(f"_dp{index}")
     return str(index) if several or index > 0 else None
-
-
-def _factor(block_size: Any, groups: tuple[KVCacheGroup, ...]) -> int:
-    # The spec refuses sizes that do not divide; here only the quotient matters.
-    sizes = {group.gpu_block_size for group in groups}
-    if isinstance(block_size, int) and len(sizes) == 1:
-        return max(1, block_size // sizes.pop())
-    return 1
 
 
 def _places(kv_cache_config: Any) -> dict[str, tuple[int, int]]:

@@ -2,9 +2,9 @@
 
 vLLM builds its connectors after it has loaded the weights, and calls no earlier method of a connector that sees the
 configuration on every platform. But vLLM looks the class up while it builds its own configuration, in the front end's
-process. The connector's configuration is then a local variable of the calling function. An invalid stack is refused
-there, and its message is the last line of the error. If a vLLM version looks classes up in another way, nothing is
-checked here; its connectors refuse an invalid stack when they are built.
+process. The connector's configuration is then a local variable of the calling function, and vLLM's own configuration is
+the caller. An invalid stack or parallelism is refused there, and its message is the last line of the error. If a vLLM
+version looks classes up in another way, nothing is checked here; its connectors refuse both when they are built.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from tiering.engines.vllm.geometry import check_role
+from tiering.engines.vllm.geometry import check_parallel, check_role
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.selection import simple_options
 from tiering.spec import read_stack
@@ -50,7 +50,8 @@ class LookupCheck:
             caller: the stack frame that looks up the class.
 
         Raises:
-            StartupError: the stack or the role is invalid, or a ``MultiConnector`` names the connector twice.
+            StartupError: the stack, the role or the parallelism is invalid, or a ``MultiConnector`` names the
+                connector twice.
         """
         configs = list(_configs(caller))
         if not configs or getattr(configs[0], "kv_connector", None) != CONNECTOR:
@@ -60,6 +61,11 @@ class LookupCheck:
                 f"MultiConnector: names {CONNECTOR} more than once; "
                 "write all tiers into one stack, which may have any number"
             )
+        try:
+            for parallel in _parallel_configs(caller):
+                check_parallel(parallel)
+        except ConfigError as error:
+            raise StartupError(str(error)) from None
         extra = getattr(configs[0], "kv_connector_extra_config", None)
         if not isinstance(extra, Mapping):
             return
@@ -81,13 +87,27 @@ class LookupCheck:
 def _configs(frame: FrameType | None) -> Iterator[Any]:
     """Yield the distinct connector configurations among the callers' local variables, the innermost first."""
     before = None
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        found = frame.f_locals.get(_VARIABLE)
+    for variables in _callers(frame):
+        found = variables.get(_VARIABLE)
         if found is not None and found is not before:
             yield found
         before = found if found is not None else before
+
+
+def _parallel_configs(frame: FrameType | None) -> Iterator[Any]:
+    """Yield the configurations of parallelism of the callers that have a connector's configuration too."""
+    for variables in _callers(frame):
+        owner = variables.get("self")
+        if hasattr(owner, _VARIABLE) and hasattr(owner, "parallel_config"):
+            yield owner.parallel_config
+
+
+def _callers(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
+    """Yield the local variables of the callers, the innermost first."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame.f_locals
         frame = frame.f_back
 
 
