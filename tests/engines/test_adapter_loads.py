@@ -293,7 +293,7 @@ def test_adapters_that_were_not_used_for_long_are_dropped(
 
 def test_each_load_of_unknown_files_is_another_identity_and_other_engines_have_others(tmp_path: Path) -> None:
     first, other = AdapterLoads(CONFIG, "engine"), AdapterLoads(CONFIG, "another")
-    found = []
+    found: list[str] = []
     for loads in (first, first, other):
         loads.record("1 adapter", "")
         found += loads.take_news().values()

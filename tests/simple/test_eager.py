@@ -95,7 +95,7 @@ def test_the_eviction_of_a_replaced_block_is_not_taken_for_one_of_the_block_in_i
 
 
 def test_a_state_is_stored_from_the_block_that_the_engine_has_named_unless_the_block_is_suspect() -> None:
-    """The engine moves states, so another request may have filled and named a block of this request's table."""
+    """Another request may have filled and named a block of this request's table, because states move."""
     suspects: set[int] = set()
     eager, pool = stores("mamba", suspects)
     state = running("abcd", pool)

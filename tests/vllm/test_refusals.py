@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.vllm.models import write_granite
+from tests.vllm.rig import engine
+from tests.vllm.test_restarts import shutdown_left_overs
+from tests.vllm.test_states import CPU, OPTIONS
 from tiering.engines.vllm.geometry import check_supported
 from tiering.engines.vllm.identity import hash_seed
 from tiering.errors import ConfigError
@@ -95,3 +100,35 @@ def test_hash_seeds_that_change_with_the_process_are_known_as_random() -> None:
     assert hash_seed("sha256", None, "fixed") == "fixed"
     assert hash_seed("xxhash", None, "fixed") == "random"
     assert hash_seed("xxhash", "7", "fixed") == hash_seed("sha256", "7", "fixed") == "PYTHONHASHSEED=7"
+
+
+# ------------------------------------------------------------------------------------------------- in the real engine
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_granite(tmp_path_factory.mktemp("granite"))
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ({}, {"enable_prefix_caching": False}, "set --enable-prefix-caching"),
+        ({}, {"mamba_cache_mode": "all"}, "set --mamba-cache-mode align"),
+        ({}, {"speculative_config": NGRAM}, "turn one of the two off"),
+        ({"blocks_per_chunk": 2}, {}, "keeps one state per GPU block; leave both out"),
+    ],
+    ids=["no prefix caching", "states of all blocks", "speculative decoding", "larger blocks"],
+)
+def test_an_engine_whose_states_cannot_be_stored_ends_with_the_reason(
+    granite: Path, words: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    """The message is the last line that vLLM prints, because it is that of the error."""
+    try:
+        with pytest.raises(ConfigError, match=message), engine(granite, {**CPU, **words}, **{**OPTIONS, **options}):
+            pass
+    finally:
+        shutdown_left_overs()

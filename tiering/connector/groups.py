@@ -93,7 +93,7 @@ class OffloadGroup:
     sliding_window: int | None
     """Sliding window in tokens; None for groups of other kinds."""
     reach: int
-    """Most tokens before a position that must be present to continue from the position; 0 for full attention.
+    """Most tokens that must be present before a position to continue from it; 0 for full attention.
 
     These are the window without the present token, and the tokens that the engine retains besides; a chunk without its
     last token; or the one token whose block has the state.

@@ -78,7 +78,7 @@ def name_of(key: str) -> str:
 
 
 def is_private(identity: str) -> bool:
-    """Return True if an identity stands for one load of one engine, because the adapter's content is not known."""
+    """Return True if an identity stands for one load of one engine, whose content is not known."""
     return identity.startswith(_PRIVATE)
 
 
