@@ -299,6 +299,7 @@ def test_first_requests_of_an_adapter_wait_for_a_worker_to_read_its_files(half: 
     guard, _ = waiting(half)
     assert guard.may_load("r") is None
     asked = guard.with_checks(NOTHING_TO_DO, set())  # also in a step that computes nothing
+    assert isinstance(asked, OffloadingConnectorMetadata)
     assert asked.adapters_to_read == {"1 adapter": ("/a", False)}
     assert guard.with_checks(NOTHING_TO_DO, set()) is NOTHING_TO_DO
     assert NOTHING_TO_DO.adapters_to_read == {}

@@ -11,6 +11,7 @@ import pytest
 from tests.vllm.handlers import CopyNothing, FailEverySecond, OneWrongBlock
 from tests.vllm.models import WINDOW, write_gemma
 from tests.vllm.rig import BLOCK, Answer, Engine, answers_without_tiers, engine, prompt, wrong
+from tests.vllm.server import Server, serve, until
 
 PROMPTS = [prompt(seed) for seed in range(4)]
 PAGE = 2 * 2 * 32 * BLOCK * 4
@@ -18,6 +19,8 @@ PAGE = 2 * 2 * 32 * BLOCK * 4
 LAYERS = 2
 """Number of layers of each group."""
 WINDOW_BLOCKS = -(-(WINDOW - 1) // BLOCK)
+ALL = len(PROMPTS) * LAYERS * PAGE * (200 // BLOCK + WINDOW_BLOCKS)
+"""Bytes that the prompts' hits load."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_ones_of_the_windo
     tiered.evict()
     answers, loaded = tiered.loaded(lambda: tiered.ask(PROMPTS))
     assert wrong(answers, expected[:4]) == []
-    assert loaded == len(PROMPTS) * LAYERS * PAGE * (200 // BLOCK + WINDOW_BLOCKS)
+    assert loaded == ALL
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])
@@ -95,3 +98,20 @@ def test_a_failed_load_is_told_by_its_request(
     assert set(wrong(answers, expected[:4])) == failed
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
+
+
+def test_two_workers_load_the_same_blocks(gemma: Path, expected: list[Answer], tmp_path: Path) -> None:
+    """Each worker has half of the heads."""
+    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--num-gpu-blocks-override", "80")
+
+    def counted(server: Server, name: str) -> float:
+        server.ask([PROMPTS[0][:8]], 1)  # one more step reports what was copied
+        return server.metric("vllm:kv_offload_total_bytes_total", transfer_type=name)
+
+    stack = {"primary": {"capacity": "64MiB"}}
+    with serve(gemma, stack, tmp_path / "log", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        assert wrong(server.ask(PROMPTS), expected[:4]) == []
+        until(lambda: counted(server, "gpu_to_cpu") >= ALL, 60, "the store of all blocks")
+        server.evict()
+        assert wrong(server.ask(PROMPTS), expected[:4]) == []
+        assert counted(server, "cpu_to_gpu") == ALL

@@ -98,8 +98,9 @@ def _parallel_configs(frame: FrameType | None) -> Iterator[Any]:
     """Yield the configurations of parallelism of the callers that have a connector's configuration too."""
     for variables in _callers(frame):
         owner = variables.get("self")
-        if hasattr(owner, _VARIABLE) and hasattr(owner, "parallel_config"):
-            yield owner.parallel_config
+        parallel = getattr(owner, "parallel_config", None)
+        if parallel is not None and hasattr(owner, _VARIABLE):
+            yield parallel
 
 
 def _callers(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
