@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -194,6 +194,34 @@ class OffloadingManager(ABC):
             req_context: the request that stored them.
             success: False if the copy failed.
         """
+
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
+        """Return True if the primary tier prefers blocks from now on that the engine's own cache does not hold.
+
+        Args:
+            holds: returns for each key whether the engine's cache holds the block now: cached, computed and trusted.
+        """
+        return False
+
+    @property
+    def stores_computed(self) -> bool:
+        """True (default) if blocks are to be stored when they are computed, not only by late stores."""
+        return True
+
+    def engine_holds(self, keys: Sequence[OffloadKey]) -> None:
+        """Let the rows of blocks that the engine's cache holds be evicted first; unknown keys are ignored."""
+
+    def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """Reserve rows for blocks that are about to leave the engine's cache, as :meth:`prepare_store` does.
+
+        Held blocks become the most recent ones, and are evicted first no more. No use is counted, and no tier is
+        offered the blocks. The store ends with :meth:`complete_store` and the context
+        :data:`~tiering.api.request.LATE_STORE`.
+
+        Args:
+            keys: the blocks, the one that leaves the cache last in front; it becomes the most recent.
+        """
+        return None
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
         """Return the number of ``keys`` promoted for this request, by medium ("DISK", "OBJECT", ...).

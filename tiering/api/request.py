@@ -18,6 +18,10 @@ class ReqContext:
     """The request's ``kv_transfer_params``; None if it has none."""
 
 
+LATE_STORE = ReqContext("")
+"""The context of stores of blocks that are about to leave the engine's cache; they belong to no request."""
+
+
 class OffloadPolicy(enum.Enum):
     """The blocks of a request that the connector offers to the manager."""
 

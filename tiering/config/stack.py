@@ -124,6 +124,7 @@ def open_manager(
             news=news,
             agreement=agreement,
             one_thread=one_thread,
+            exclusive=stack.primary.inclusion == "exclusive",
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
         undo.pop_all()

@@ -74,6 +74,11 @@ class PrimaryOptions(Strict):
     """Bytes of the shared memory for rows, of all ranks together."""
     eviction: Annotated[str, AfterValidator(known_policy)] = "lru"
     """Eviction policy: "lru" (default), "arc" or ``module:Class``."""
+    inclusion: Literal["inclusive", "exclusive"] = "inclusive"
+    """"inclusive" (default), or "exclusive": keep what the engine's own cache does not hold.
+
+    An exclusive tier evicts first what the engine holds as well, and stores blocks that are about to leave its cache.
+    """
     promotion_share: Share = 0.5
     """Largest fraction of the rows for promoted blocks that are not loaded yet; default 0.5."""
     reservation_deadline: Duration = 30.0

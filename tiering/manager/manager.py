@@ -20,7 +20,7 @@ from tiering.api.inert_manager import InertManager
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
-from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.answers import TRUTH
 from tiering.manager.jobs import TierJobs
@@ -74,6 +74,7 @@ class TieringOffloadingManager(OffloadingManager):
         agreement: EpochAgreement | None = None,
         one_thread: bool = True,
         advisor: SizeAdvisor | None = None,
+        exclusive: bool = False,
     ) -> None:
         """Create the manager; the tiers are opened by :meth:`open_tier`.
 
@@ -94,6 +95,7 @@ class TieringOffloadingManager(OffloadingManager):
                 until :meth:`hand_over`. If False, the caller ensures that no two threads use the manager at the same
                 time.
             advisor: estimates the hit rates at other capacities of the tiers; default: none.
+            exclusive: prefer blocks that the engine's own cache does not hold, if the engine shows it; default: False.
         """
         self._clock = clock
         self.news = news or News()
@@ -132,6 +134,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._known = self._requests.known
         self._shut_down = False
         self._advisor = advisor
+        self._exclusive = exclusive
+        self._is_exclusive = False
+        """True if the engine shows which blocks its own cache holds, and the primary tier prefers others."""
         inert_in_children(self, InertManager)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -254,13 +259,16 @@ class TieringOffloadingManager(OffloadingManager):
             return None
         if output.keys_to_store:
             request.refused_since = None
-        if output.evicted_keys:
-            self._stats.evicted_blocks += len(output.evicted_keys)
-            self._broker.evicted(output.evicted_keys)
+        self._count_evicted(output)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)
         return output
+
+    def _count_evicted(self, output: PrepareStoreOutput) -> None:
+        if output.evicted_keys:
+            self._stats.evicted_blocks += len(output.evicted_keys)
+            self._broker.evicted(output.evicted_keys)
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         if get_ident() != self._owner.ident:
@@ -273,11 +281,41 @@ class TieringOffloadingManager(OffloadingManager):
             if self._advisor is not None:
                 self._advisor.stored(stored)
             self._jobs.note_refilled(rows)
-            self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
+            if req_context is not LATE_STORE:
+                self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
+                if self._is_exclusive:
+                    self.primary_tier.mark_held(stored)
         if self._jobs.awaited:
             self._cascade_awaited()
         if request is not None and request.finished and self._known.get(req_context.req_id) is request:
             self._close_if_done(request)
+
+    # -------------------------------------------------------------------------------------------------------- exclusive
+
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
+        if self._exclusive:
+            self.primary_tier.begin_first_victims(holds)
+            self._is_exclusive = True
+        return self._exclusive
+
+    @property
+    def stores_computed(self) -> bool:
+        return not self._is_exclusive or bool(self._states)
+
+    def engine_holds(self, keys: Sequence[OffloadKey]) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        self.primary_tier.mark_held(keys)
+
+    def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        self._rest.until = None
+        self.primary_tier.unmark_held(keys)
+        output = self.primary_tier.prepare_store(keys, LATE_STORE)
+        if output is not None:
+            self._count_evicted(output)
+        return output
 
     # --------------------------------------------------------------------------------------------------------- requests
 

@@ -165,6 +165,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Record a use of keys, and return those that are readable with their rows."""
         self.refresh_readable = table.refresh
         """Make keys recent without counting a use, and return those that are readable with their rows."""
+        self.begin_first_victims = table.begin_first_victims
+        """Let rows be marked as first victims; see :meth:`tiering.table.block_table.BlockTable.begin_first_victims`."""
         self.unknown = table.unknown
         """Return those of some keys that are neither readable nor being written."""
         self.abort = table.abort
@@ -317,6 +319,18 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             return (), written
         self.commit(done, written)
         return done, written
+
+    def mark_held(self, keys: Sequence[OffloadKey]) -> None:
+        """Let the rows of readable ``keys`` be evicted before all others, the last one first."""
+        if self._table.first_victims is not None:
+            found = [row for row in self._table.rows_of(keys) if row is not None]
+            self._table.first_victims.add(np.fromiter(found, np.int64, len(found)))
+
+    def unmark_held(self, keys: Sequence[OffloadKey]) -> None:
+        """Make readable ``keys`` the most recent blocks, and evict their rows first no more."""
+        _, rows = self.refresh_readable(keys)
+        if self._table.first_victims is not None:
+            self._table.first_victims.discard(rows)
 
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve rows for a tier that promotes blocks, as :meth:`prepare_store` does."""

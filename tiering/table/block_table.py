@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from tiering.errors import ConfigError
 from tiering.table.disposal import DISPOSAL
+from tiering.table.first_victims import FirstVictims, Holds
 from tiering.table.free_rows import FREE, NO_ROWS, UNSEEN, WRITING, FreeRows
 from tiering.table.key_rows import KeyRows, Keys
 from tiering.table.policies.builtin import load_policy
@@ -71,6 +72,7 @@ class BlockTable:
         "_pins",
         "_quarantined",
         "evictable",
+        "first_victims",
         "free_rows",
         "keys",
         "num_rows",
@@ -106,6 +108,8 @@ class BlockTable:
         """The eviction policy."""
         self.evictable = 0
         """Number of rows that could be evicted now."""
+        self.first_victims: FirstVictims | None = None
+        """The rows that are evicted before the policy chooses; None unless :meth:`begin_first_victims` was called."""
         self.free_rows = FreeRows(self.refs, rows_free=rows_free)
         """The free rows. Only the table's methods change them."""
         self._pins: list[Rows] = []
@@ -144,11 +148,13 @@ class BlockTable:
         take = min(count, free)
         rows = self.free_rows.take(take) if take else NO_ROWS
         if take < count:
-            victims = self.policy.evict(count - take)
+            victims = self._choose(count - take)
             evicted = self.keys[victims].tolist()
             self.readable.remove(evicted)
             self.evictable -= count - take
             rows = np.concatenate((rows, victims)) if take else victims
+        if self.first_victims is not None:
+            self.first_victims.discard(rows)
         self.refs[rows] = WRITING
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
@@ -157,6 +163,24 @@ class BlockTable:
         if len(self.pending) - known < count:
             rows = self._keep_first_rows(keys, rows)
         return rows, evicted
+
+    def _choose(self, count: int) -> Rows:
+        """Return ``count`` rows to evict: first victims, then those that the policy chooses."""
+        if self.first_victims is None:
+            return self.policy.evict(count)
+        first = self.first_victims.take(count)
+        if not len(first):
+            return self.policy.evict(count)
+        self.policy.remove(first)
+        return np.concatenate((first, self.policy.evict(count - len(first)))) if len(first) < count else first
+
+    def begin_first_victims(self, holds: Holds) -> None:
+        """Let rows be marked as first victims from now on.
+
+        Args:
+            holds: says for each key whether its block is held elsewhere, so that its row may be evicted first.
+        """
+        self.first_victims = FirstVictims(self.refs, self.keys, holds)
 
     def _keep_first_rows(self, keys: Sequence[bytes], rows: Rows) -> Rows:
         """Free all rows but the first of each key, and return the rows that are kept."""
@@ -330,6 +354,8 @@ class BlockTable:
         if self._quarantined:
             rows = self._leave_quarantine(rows)
         self.evictable += len(rows)
+        if self.first_victims is not None:
+            self.first_victims.release(rows)
         self.policy.release(rows)
 
     def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
@@ -416,6 +442,8 @@ class BlockTable:
         self.free_rows.begin_sweep(self.free + self.evictable)
         self.evictable = 0
         self.policy.clear()
+        if self.first_victims is not None:
+            self.first_victims.clear()
         return self.readable.take()
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:

@@ -25,6 +25,7 @@ class ManagerOptions(TypedDict, total=False):
     shutdown_deadline: float
     keep_secondary: bool
     one_thread: bool
+    exclusive: bool
 
 
 class ManagerRig:

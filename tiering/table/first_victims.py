@@ -1,0 +1,77 @@
+"""The rows that are evicted before all others, because another cache holds their blocks as well.
+
+The CPU tier of an engine marks the rows whose blocks the engine's own cache holds. The row that was marked last is
+taken first: its block stays longest in the other cache. A pinned row keeps its mark and is passed over; it becomes a
+candidate again when its last reader has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.table.policies.policy import RefCounts, RowKeys, Rows
+
+_NO_ROWS: Rows = np.empty(0, np.int64)
+_LOOK = 32
+
+Holds = Callable[[Sequence[bytes]], Sequence[bool]]
+"""Function that says for each key whether the other cache holds its block now."""
+
+
+class FirstVictims:
+    """The marked rows of one table.
+
+    Args:
+        refs: the table's reference counts.
+        keys: the table's keys.
+        holds: the other cache's answer, asked again for each row that is about to be evicted.
+    """
+
+    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_refs")
+
+    def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds) -> None:
+        self._refs = refs
+        self._keys = keys
+        self._holds = holds
+        self._marked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
+        self._candidates: dict[int, None] = {}
+        """Rows to look at, the last one first; some may have lost their mark."""
+
+    def add(self, rows: Rows) -> None:
+        """Mark ``rows``; the last one is evicted first."""
+        self._marked[rows] = True
+        self._candidates.update(dict.fromkeys(rows.tolist()))
+
+    def discard(self, rows: Rows) -> None:
+        """Remove the marks of ``rows``; rows without a mark are ignored."""
+        self._marked[rows] = False
+
+    def release(self, rows: Rows) -> None:
+        """Make those of ``rows`` candidates again that are marked, because they have no readers any more."""
+        marked = rows[self._marked[rows]]
+        if len(marked):
+            self._candidates.update(dict.fromkeys(marked.tolist()))
+
+    def take(self, count: int) -> Rows:
+        """Return up to ``count`` rows to evict; rows whose block has left the other cache lose their mark."""
+        candidates, found, missing = self._candidates, [_NO_ROWS], count
+        while candidates and missing:
+            size = min(len(candidates), max(missing, _LOOK))
+            rows = np.fromiter((candidates.popitem()[0] for _ in range(size)), np.int64, size)
+            rows = rows[self._marked[rows] & (self._refs[rows] == 0)]
+            candidates.update(dict.fromkeys(rows[missing:][::-1].tolist()))
+            rows = rows[:missing]
+            if len(rows):
+                self._marked[rows] = False
+                rows = rows[np.fromiter(self._holds(self._keys[rows].tolist()), np.bool_, len(rows))]
+                found.append(rows)
+                missing -= len(rows)
+        return np.concatenate(found) if len(found) > 2 else found[-1]
+
+    def clear(self) -> None:
+        """Remove all marks."""
+        self._marked = np.zeros(len(self._refs), np.bool_)
+        self._candidates = {}
