@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
-from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.protocols import EngineRequest
@@ -163,6 +163,14 @@ class FakeManager(OffloadingManager):
         self.writing: set[tuple[str, OffloadKey]] = set()
         self.lost: dict[OffloadKey, list[int]] = {}
         self.sources: dict[OffloadKey, str] = {}
+        self.exclusive = False
+        """True if the stack wants the CPU tier to hold what the engine's cache does not."""
+        self.feeds_tiers = False
+        """True if blocks are stored as they are computed although the CPU tier is exclusive."""
+        self.shown: list[Callable[[Sequence[OffloadKey]], Sequence[bool]] | None] = []
+        self.held: list[list[OffloadKey]] = []
+        self.dropped: list[list[OffloadKey]] = []
+        self.leaving: list[list[OffloadKey]] = []
 
     def hold(self, keys: Iterable[OffloadKey]) -> None:
         """Make keys readable."""
@@ -251,6 +259,28 @@ class FakeManager(OffloadingManager):
                     self.drop(key)
             else:
                 raise ContractViolationError(f"{key.hex()} is not being stored")
+
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None) -> bool:
+        self.shown.append(holds)
+        return self.exclusive and holds is not None
+
+    @property
+    def stores_computed(self) -> bool:
+        return self.feeds_tiers or not self.exclusive
+
+    def engine_holds(self, keys: Sequence[OffloadKey]) -> None:
+        self.held.append(list(keys))
+
+    def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
+        self.dropped.append(list(keys))
+        return sum(key not in self.rows for key in keys)
+
+    def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        self.leaving.append(list(keys))
+        self.reverse_stores = False  # the contract of late stores: the order of the call
+        output = FakeManager.prepare_store(self, keys, LATE_STORE)
+        self.offered.pop()
+        return output
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if req_context.req_id in self.live:
@@ -347,6 +377,7 @@ def make_spec(
         groups=groups,
         world_size=world_size,
         enable_prefix_caching=prefix_caching,
+        max_batch_tokens=extra.pop("max_batch_tokens", 8192),
     )
     return FakeSpec(engine, extra, manager)
 

@@ -179,7 +179,15 @@ class Simulation:
     """Probability, per step, of a new common epoch, which empties the manager at the step's end."""
 
     def __init__(
-        self, seed: int, windows: Sequence[int | None], *, factor: int, world_size: int, prompt_only: bool
+        self,
+        seed: int,
+        windows: Sequence[int | None],
+        *,
+        factor: int,
+        world_size: int,
+        prompt_only: bool,
+        exclusive: bool = False,
+        feeds_tiers: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.windows, self.factor = windows, factor
@@ -199,10 +207,12 @@ class Simulation:
             world_size=world_size,
             offload_prompt_only=prompt_only,
             sharer_wait=3.0,
+            max_batch_tokens=24,
         )
         self.connector = OffloadingConnectorScheduler(spec, clock=lambda: self.now)
         self.kv = KVCacheManager(20 * len(windows), BLOCK, windows)
-        if self.rng.random() < 0.5:
+        self.manager.exclusive, self.manager.feeds_tiers = exclusive, feeds_tiers
+        if exclusive or self.rng.random() < 0.5:
             self.kv.pool = pool = MirroredPool(20 * len(windows))  # type: ignore[assignment]
             self.connector.bind_gpu_block_pool(pool)
         self.other = Beside(self.connector, self.rng)
@@ -357,6 +367,15 @@ class Simulation:
                         raise WrongKVError(
                             f"row {row} is to hold {key.hex()} of epoch {self.epoch}, holds {name} of {epoch}"
                         )
+
+    def check_notes(self) -> None:
+        """Check that each block which waits for a late store has the content that its name says."""
+        cache = self.connector._engine_cache
+        assert cache is not None
+        for key, ids in cache.blocks_of.items():
+            for worker in self.workers:
+                if worker.gpu[ids[-1]] != (self.epoch, key.hex()) and cache.holds([key]) == [True]:
+                    raise WrongKVError(f"GPU block {ids[-1]} is noted for {key.hex()}, holds {worker.gpu[ids[-1]]}")
 
     def _check_end(self) -> None:
         assert not self.scheduler.has_work()

@@ -33,6 +33,38 @@ def test_no_copy_ever_meets_a_block_of_another_owner(
     Simulation(seed, windows, factor=factor, world_size=world_size, prompt_only=prompt_only).run(60)
 
 
+@pytest.mark.parametrize("feeds_tiers", [False, True], ids=["late stores only", "other tiers are fed"])
+@pytest.mark.parametrize(("windows", "factor", "world_size"), CASES)
+@given(seed=st.integers(0, 2**32 - 1), prompt_only=st.booleans())
+@settings(max_examples=25)
+def test_no_late_store_ever_meets_a_block_of_another_owner(
+    windows: tuple[int | None, ...], factor: int, world_size: int, feeds_tiers: bool, prompt_only: bool, seed: int
+) -> None:
+    walk = Simulation(
+        seed,
+        windows,
+        factor=factor,
+        world_size=world_size,
+        prompt_only=prompt_only,
+        exclusive=True,
+        feeds_tiers=feeds_tiers,
+    )
+    walk.run(60)
+    walk.check_notes()
+
+
+def test_the_walk_loads_what_late_stores_have_stored() -> None:
+    walks = [
+        Simulation(seed, (None, 8), factor=1, world_size=1, prompt_only=False, exclusive=True) for seed in range(5)
+    ]
+    for walk in walks:
+        walk.run(80)
+    counters = [walk.connector.get_stats()["connector"] for walk in walks]
+    assert not any(walk.manager.offered for walk in walks)
+    assert sum(counter["late_stores"] for counter in counters) > 50
+    assert sum(walk.loaded_requests for walk in walks) > 20
+
+
 def test_the_walk_loads_and_flushes() -> None:
     walks = [Simulation(seed, (None, 8), factor=1, world_size=1, prompt_only=False) for seed in range(5)]
     for walk in walks:

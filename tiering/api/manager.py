@@ -195,11 +195,12 @@ class OffloadingManager(ABC):
             success: False if the copy failed.
         """
 
-    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None) -> bool:
         """Return True if the primary tier prefers blocks from now on that the engine's own cache does not hold.
 
         Args:
             holds: returns for each key whether the engine's cache holds the block now: cached, computed and trusted.
+                None: the engine does not show its cache.
         """
         return False
 
@@ -210,6 +211,13 @@ class OffloadingManager(ABC):
 
     def engine_holds(self, keys: Sequence[OffloadKey]) -> None:
         """Let the rows of blocks that the engine's cache holds be evicted first; unknown keys are ignored."""
+
+    def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
+        """Process blocks that the engine's cache holds no more; return how many of them the primary tier lacks.
+
+        Held ones become the most recent blocks, and are evicted first no more.
+        """
+        return 0
 
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Reserve rows for blocks that are about to leave the engine's cache, as :meth:`prepare_store` does.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.masking import shown_name
+from tiering.api.request import LATE_STORE
 from tiering.connector.counters import SchedulerCounters
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.groups import interleave
-from tiering.connector.jobs import BlockFences, Job, JobTable
+from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import OffloadingWorkerMetadata, ReqId
 from tiering.connector.protocols import ConnectorOutput
 from tiering.connector.requests import FencedTables, RequestState
+from tiering.connector.stores import StorePlanner
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -57,6 +60,8 @@ class Completions:
         self._counters = counters
         self.orphans: set[int] = set()
         """Ids of the jobs that were in flight when the cache was reset, and have not ended."""
+        self.stores: StorePlanner | None = None
+        """The planner that notes loaded blocks; None if the CPU tier is inclusive."""
         self._workers_report_jobs = False
         self._warn_failed = LimitedWarning(logger, clock)
         self._warn_foreign = LimitedWarning(logger, clock)
@@ -96,10 +101,14 @@ class Completions:
         if job.load is not None:
             self._loads.ended(job)
             self._manager.complete_load(job.keys, job.ctx)
+            if self.stores is not None and not (job.failed or job.orphan):
+                self._loaded(job.load, job.keys, self.stores)
             return
         if job.failed:
             self._events.store_failed(job.keys)
         success = not (job.failed or job.orphan)
+        if job.ctx is LATE_STORE and job.failed:
+            self._counters.exclusive_losses += len(job.keys)
         self._manager.complete_store(job.keys, job.ctx, success=success)
         state = self._states.get(job.ctx.req_id)
         if state is None or state.ctx is not job.ctx:
@@ -108,6 +117,14 @@ class Completions:
             state.rewind()
         elif success and state.note_stored(len(job.keys)):
             self.refresh_stored(state)
+
+    def _loaded(self, target: LoadTarget, keys: Sequence[OffloadKey], stores: StorePlanner) -> None:
+        """Note blocks that a load has filled: the engine's cache holds them, and the CPU tier needs them no more."""
+        state = target.state
+        if state.generation == target.generation and self._states.get(state.ctx.req_id) is state:
+            stores.note_loaded(state)
+            if state.policy.store:
+                self._manager.engine_holds(keys)
 
     def fail_stores(self) -> None:
         """Let no store in flight become readable."""
@@ -138,6 +155,11 @@ class Completions:
         if not unfilled:
             return
         wrong = self._tables.distrust(unfilled)
+        if self._tables.engine_cache is not None:
+            if wrong is None:
+                self._tables.engine_cache.clear()
+            else:
+                self._tables.engine_cache.drop(wrong)
         jobs = [job.job_id for job in self._jobs] if wrong is None else self._fences.conflicts(list(wrong))
         dropped = self._jobs.distrust(jobs)
         self._counters.stores_failed += len(dropped)

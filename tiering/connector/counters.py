@@ -50,6 +50,17 @@ class SchedulerCounters:
         "Offers of a request's blocks that the CPU tier did not take",
         "See `stores_without_room`; the blocks are offered again at later steps.",
     )
+    late_stores: int = counter(
+        "blocks",
+        "Blocks that were stored because they were about to leave the engine's own cache",
+        "Only with `primary.inclusion: exclusive`: the copies that it makes.",
+    )
+    exclusive_losses: int = counter(
+        "blocks",
+        "Blocks that left the engine's own cache and were not stored",
+        "Only with `primary.inclusion: exclusive`. Normal when the engine's cache is reset or sleeps; else raise "
+        "`primary.capacity`.",
+    )
     hits_shrunk: int = counter(
         "hits",
         "Hits that had lost blocks before they were loaded",

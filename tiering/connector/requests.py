@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from tiering.connector.block_tables import BlockTables
+from tiering.connector.engine_cache import EngineCache
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
 from tiering.connector.protocols import SchedulerOutput
@@ -145,6 +146,8 @@ class FencedTables(BlockTables[RequestState]):
         """GPU blocks that the present step newly allocates."""
         self._allocated: list[RequestState] = []
         """Requests that got blocks since the last step was built."""
+        self.engine_cache: EngineCache | None = None
+        """The blocks that the engine's own cache holds; None if the CPU tier is inclusive."""
 
     def allocated(self, state: RequestState, block_ids: BlockIds) -> None:
         super().allocated(state, block_ids)
@@ -172,6 +175,17 @@ class FencedTables(BlockTables[RequestState]):
             return []
         taken, self._taken = self._taken, []
         return taken
+
+    def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
+        super()._assign(state, block_ids)
+        if self.engine_cache is not None:
+            self.engine_cache.left_queue(block_ids)
+
+    def _distrusted(self, state: RequestState, invalid_from: int) -> None:
+        super()._distrusted(state, invalid_from)
+        if self.engine_cache is not None:
+            for group, table in zip(self.groups, state.tables, strict=True):
+                self.engine_cache.drop(table[invalid_from // group.gpu_block_size :])
 
     def _started(self, req_id: ReqId, block_ids: BlockIds, computed: int) -> None:
         super()._started(req_id, block_ids, computed)

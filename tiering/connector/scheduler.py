@@ -27,10 +27,11 @@ from typing import Any
 
 from tiering.api.engine import OffloadingSpec
 from tiering.api.manager import MEDIUM_CPU
-from tiering.api.request import OffloadPolicy, ReqContext
+from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
+from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.groups import build_groups
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
@@ -116,6 +117,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         )
         recording, size = spec.recording, self.measure.offloaded_block_size
         self._recorder = None if recording is None else TraceRecorder(recording, size)
+        self._engine_cache: EngineCache | None = None
+        self._shows_cache = False
+        """True once the manager was asked to hold blocks exclusively, or cannot be."""
         self._step = 0
         self._new_epochs = self.manager.new_epochs
         self._is_shut_down = False
@@ -123,11 +127,20 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     # --------------------------------------------------------------------------------------------------------- requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: EngineBlockPool) -> None:
-        """Set the engine's own block pool, which shows after a reset the blocks that the engine's cache holds.
+        """Set the engine's own block pool, which shows the blocks that the engine's cache holds, and loses next.
 
-        Without a pool, all GPU blocks are suspects after a reset until they are filled again.
+        Without a pool, all GPU blocks are suspects after a reset until they are filled again. An exclusive CPU tier
+        needs a pool with a prefix cache and a free queue; otherwise the tier is inclusive.
         """
-        self._pool = gpu_block_pool
+        self._pool = pool = gpu_block_pool
+        cache = None
+        engine, queue = self._spec.engine, getattr(pool, "free_block_queue", None)
+        if engine.enable_prefix_caching and hasattr(queue, "fake_free_list_head"):
+            cache = EngineCache(pool, self.groups, engine.max_batch_tokens, self.manager, self.events, self._counters)
+        self._shows_cache = True
+        if self.manager.hold_exclusively(None if cache is None else cache.holds):
+            self._engine_cache = self._stores.engine_cache = self._fenced.engine_cache = cache
+            self._completions.stores = self._stores
 
     def get_hit_sources(self, request: EngineRequest, num_external_tokens: int) -> dict[str, int]:
         """Return the number of tokens of the last planned load by the medium that they come from.
@@ -178,6 +191,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._step += 1
         taken = self._fenced.take(scheduler_output)
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
+        cache = self._engine_cache
+        if cache is not None:
+            cache.begin_step(self._step, taken, getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
         if self._completions.orphans:
             flush |= self._completions.orphans
         # The blocks of the loads are fenced before any store is planned.
@@ -190,6 +206,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
+        if cache is not None and not self._completions.orphans:
+            late = self._stores.plan_late(cache)
+            if late is not None:
+                stores[LATE_STORE.req_id] = late
         states = dict[ReqId, TransferOrder]()
         if self._handed is not None and not self._completions.orphans:
             states = self._handed.plan(scheduler_output, self.states)
@@ -302,6 +322,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def _forget_held(self) -> None:
         """Forget all held blocks, which the manager has just dropped; see :meth:`reset_cache`."""
         self._completions.abandon_all()
+        if self._engine_cache is not None:
+            self._engine_cache.clear()
         self._tables.reset(self._pool)
         self.loads.forget_keys()
         # The manager's events until now need the snapshots, which the reset of the tracker drops.
@@ -309,6 +331,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self.events.reset()
 
     def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> RequestState:
+        if not self._shows_cache:
+            self._shows_cache = True
+            self.manager.hold_exclusively(None)
         return RequestState(
             request,
             policy,

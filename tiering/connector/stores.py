@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
-from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows
+from tiering.api.request import LATE_STORE
+from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows, as_rows
+from tiering.connector.engine_cache import EngineCache
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.jobs import BlockFences, Job, JobTable
@@ -81,6 +83,8 @@ class StorePlanner:
         self._holds_back = any(group.volatile_tokens for group in groups)
         self.last: dict[ReqId, TransferOrder] = {}
         """Last stores of requests that have ended; no worker has received these orders."""
+        self.engine_cache: EngineCache | None = None
+        """The blocks that the engine's own cache holds; None if the CPU tier is inclusive."""
         self.refused_offers = 0
         """Number of offers that found no room in the primary tier, since the start."""
 
@@ -160,21 +164,62 @@ class StorePlanner:
             for group in self._groups
         ]
         offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
-        keys = list(chain.from_iterable(offer.keys for offer in offers))
         if any(self._fences.is_written(offer.block_ids) for offer in offers):
             return None, 0
-        order = None
+        order, stored = None, offers
+        cache = self.engine_cache if state.variant is None else None
+        if cache is not None:
+            stored = self._not_noted(cache, offers, state)
+        keys = list(chain.from_iterable(offer.keys for offer in stored))
         if keys:
             output = self._manager.prepare_store(keys, state.ctx, is_last=is_last)
             if output is None:
                 return None, limit - offered_from
             state.pace.accepted(all_blocks=limit == whole)
             if len(output.keys_to_store):
-                order = self.order(state, offers, keys, output.keys_to_store, output.store_spec)
+                order = self.order(state, stored, keys, output.keys_to_store, output.store_spec)
+        if cache is not None:
+            for group, offer in zip(self._groups, offers, strict=True):
+                cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
         for group_state, end in zip(state.groups, ends, strict=True):
             group_state.cursor = max(group_state.cursor, end)
         state.schedule_next_store(self._groups)
         return order, 0
+
+    def _not_noted(self, cache: EngineCache, offers: Sequence[Offer], state: RequestState) -> list[Offer]:
+        """Return those of ``offers`` that an exclusive CPU tier stores as they are computed, to feed other tiers."""
+        if not self._manager.stores_computed:
+            return [Offer((), [], as_rows([]))] * len(offers)
+        if state.request_level:
+            return list(offers)
+        chosen = []
+        for group, offer in zip(self._groups, offers, strict=True):
+            new = [key not in cache.blocks_of for key in offer.keys]
+            ids = offer.block_ids.reshape(-1, group.block_size_factor)[np.array(new, np.bool_)].reshape(-1)
+            chosen.append(Offer(list(compress(offer.positions, new)), list(compress(offer.keys, new)), ids))
+        return chosen
+
+    def plan_late(self, cache: EngineCache) -> TransferOrder | None:
+        """Return the order for the blocks that are about to leave the engine's cache; None: there are none to copy."""
+        late = cache.plan()
+        if late is None:
+            return None
+        job = self._jobs.open(LATE_STORE, late.keys)
+        self._fences.fence(job.job_id, late.source.block_ids, writes=False)
+        return TransferOrder(job.job_id, (late.source, late.destination))
+
+    def note_loaded(self, state: RequestState) -> None:
+        """Note the blocks that a request has found and loaded, if they may be stored."""
+        cache = self.engine_cache
+        if cache is None or state.variant is not None or state.invalid_from is not None or not state.policy.store:
+            return
+        end = min(state.filled_tokens, state.store_limit)
+        for group in self._placed:
+            group_state = state.groups[group.group_idx]
+            cursor, group_state.cursor = group_state.cursor, 0
+            offer = self._offer(state, group, self._end(state, group, end))
+            group_state.cursor = cursor
+            cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
 
     def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
         """Return the position of the first offloaded block of the group that cannot be offered yet."""

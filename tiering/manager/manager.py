@@ -292,11 +292,13 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
-    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]]) -> bool:
-        if self._exclusive:
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None) -> bool:
+        if self._exclusive and holds is None:
+            _log.warning("primary.inclusion: is inclusive, because the engine does not show what its own cache holds")
+        elif self._exclusive and holds is not None:
             self.primary_tier.begin_first_victims(holds)
             self._is_exclusive = True
-        return self._exclusive
+        return self._is_exclusive
 
     @property
     def stores_computed(self) -> bool:
@@ -306,6 +308,12 @@ class TieringOffloadingManager(OffloadingManager):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self.primary_tier.mark_held(keys)
+
+    def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        self.primary_tier.unmark_held(keys)
+        return len(self.primary_tier.unknown(keys))
 
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:

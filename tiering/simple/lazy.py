@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
-from itertools import repeat
-from typing import Any
+from itertools import islice, repeat
 
 from tiering.api.keys import OffloadKey
 from tiering.connector.block_tables import BlockTables
+from tiering.connector.free_queue import FreeQueueWalk
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.tracked import BlockIds
 from tiering.simple.block_pool import CPUBlockPool
@@ -16,31 +16,8 @@ from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.state import Offer, SimpleRequestState
 
 
-def lazy_target(groups: Sequence[OffloadGroup], max_batch_tokens: int) -> int:
-    """Return the number of free blocks to offload ahead: as many as two steps can use up at most.
-
-    The result is twice the sum over the groups. A group counts 2 for a state, ceil(window / block) + 1 for a window,
-    and ceil(tokens of a step / block) otherwise.
-
-    Args:
-        groups: the KV-cache groups.
-        max_batch_tokens: largest number of tokens of a step.
-    """
-    total = 0
-    for group in groups:
-        size = group.gpu_block_size
-        if group.is_state:
-            total += 2
-        else:
-            total += -(-max_batch_tokens // size) if group.is_full else -(-(group.reach + 1) // size) + 1
-    return 2 * total
-
-
-class LazyStores:
+class LazyStores(FreeQueueWalk):
     """A walk through the GPU's free queue; all blocks before its cursor are free or offloaded.
-
-    The cursor is a block of the queue. If the engine has used that block since, its place means nothing any more: it
-    may be at the other end of the queue. The walk then starts over, which costs some lookups.
 
     The content of a GPU block is offloaded once, until the engine uses the block again. A CPU pool that is smaller than
     the GPU's cache would otherwise store the blocks that it has just evicted, in turn and for ever.
@@ -54,13 +31,12 @@ class LazyStores:
 
         Args:
             cpu: the CPU pool.
-            target: number of blocks of the queue that one step looks at, see :func:`lazy_target`.
+            target: number of blocks of the queue that one step looks at.
         """
+        super().__init__()
         self._cpu = cpu
         self.target = target
         """Number of blocks of the queue that one step looks at."""
-        self.cursor: Any = None
-        """Block of the queue at which the next walk goes on; None: at the head."""
         self._offloaded: dict[int, OffloadKey] = {}
         self._refused: set[int] = set()
 
@@ -83,8 +59,7 @@ class LazyStores:
                 refused.difference_update(ids[:may])
             if may < len(ids):
                 refused.update(ids[max(may, 0 if new_from is None else new_from[group]) :])
-        if self.cursor is not None and any(self.cursor.block_id in ids for ids in block_ids):
-            self.cursor = None
+        self.drop_cursor(block_ids)
 
     def failed(self, gpu_blocks: Iterable[int]) -> None:
         """Offer these GPU blocks again, because their store has failed."""
@@ -99,27 +74,17 @@ class LazyStores:
             room: largest number of blocks.
             suspects: GPU blocks that may not be stored; default: none.
         """
-        queue = pool.free_block_queue
-        cursor = self.cursor
-        if cursor is not None and cursor.ref_cnt > 0:
-            cursor = None
-        node = queue.fake_free_list_head.next_free_block if cursor is None else cursor.next_free_block
-        tail = queue.fake_free_list_tail
         cached, pending, offloaded, refused = self._cpu.cached, self._cpu.pending, self._offloaded, self._refused
         chosen: dict[OffloadKey, int] = {}
-        for _ in range(self.target):
-            if node is tail or node is None:
-                break
+        for node in islice(self.blocks(pool.free_block_queue), self.target):
             key, block = node.block_hash, node.block_id
             known = key is None or key in cached or key in pending or key in chosen
             if known or block in refused or block in suspects or offloaded.get(block) == key:
-                cursor = node
+                self.cursor = node
             elif len(chosen) < room:
                 chosen[key] = block
             else:
                 break
-            node = node.next_free_block
-        self.cursor = cursor
         offloaded.update((block, key) for key, block in chosen.items())
         return [(key, block, None, 0, 0) for key, block in chosen.items()]
 

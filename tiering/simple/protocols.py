@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from tiering.connector.free_queue import FreeBlockQueue
 from tiering.connector.suspects import EngineBlockPool
-
-
-class FreeBlockQueue(Protocol):
-    """A linked list of the free blocks between two sentinels; the engine reuses the first block first."""
-
-    @property
-    def fake_free_list_head(self) -> Any: ...
-
-    @property
-    def fake_free_list_tail(self) -> Any: ...
 
 
 class GPUBlockPool(EngineBlockPool, Protocol):

@@ -24,6 +24,7 @@ from tiering.api.request_policy import RequestPolicy
 from tiering.connector.block_tables import BlockTables
 from tiering.connector.counters import counts_seconds
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
+from tiering.connector.free_queue import blocks_of_two_steps
 from tiering.connector.half import SchedulerHalf
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import WorkerJobs
@@ -33,7 +34,7 @@ from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, check_options, derive_cpu_config
 from tiering.simple.eager import EagerStores
-from tiering.simple.lazy import HandedOutTables, LazyStores, lazy_target
+from tiering.simple.lazy import HandedOutTables, LazyStores
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.protocols import GPUBlockPool
 from tiering.simple.state import Blocks, Load, Offer, SimpleGroupState, SimpleRequestState, Store
@@ -81,7 +82,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self.cpu_block_pool = CPUBlockPool(
             self.cpu_config.num_blocks, enable_kv_cache_events, self.cpu_config.block_bytes * world_size
         )
-        self.lazy = LazyStores(self.cpu_block_pool, lazy_target(groups, engine_config.max_batch_tokens))
+        self.lazy = LazyStores(self.cpu_block_pool, blocks_of_two_steps(groups, engine_config.max_batch_tokens))
         """Stores of blocks that the engine will evict soon."""
         super().__init__(
             self.cpu_block_pool,

@@ -1,0 +1,243 @@
+"""The blocks that the engine's own cache holds, for a CPU tier that prefers the others (``inclusion: exclusive``).
+
+A block is *noted* when it may be stored: it was loaded, or is computed at the end of the step, and all that applies to
+a store applies to it (:mod:`tiering.connector.stores`). The note is the name of a GPU block's content. It ends when the
+engine hands out the GPU block, or when the content may not match the name. A noted block that nears the head of the
+engine's free queue leaves the cache: its row in the CPU tier becomes an ordinary one, or it is stored (a *late store*).
+
+The walk looks at a bounded number of free blocks and takes no reference on them, so that the engine allocates as if
+there were no walk. A copy whose block is handed out too early ends before the step that uses the block
+(:class:`tiering.connector.jobs.BlockFences`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
+
+from tiering.api.keys import OffloadKey, get_offload_group_idx
+from tiering.api.manager import OffloadingManager, PrepareStoreOutput
+from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
+from tiering.connector.counters import SchedulerCounters
+from tiering.connector.events import OffloadingEventsTracker
+from tiering.connector.free_queue import FreeQueueWalk, blocks_of_two_steps
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.protocols import EngineRequest
+from tiering.connector.suspects import STEPS_IN_FLIGHT
+
+POOL_PART = 8
+"""Quotient of all GPU blocks and those that the walk looks at, unless two steps use up fewer or one step more."""
+
+
+class LateStore(NamedTuple):
+    """Blocks that are stored because they are about to leave the engine's cache."""
+
+    keys: list[OffloadKey]
+    """Names of the blocks, by KV-cache group."""
+    source: GPULoadStoreSpec
+    """GPU blocks that have the blocks."""
+    destination: LoadStoreSpec
+    """Rows of the CPU tier."""
+
+
+class EngineCache(FreeQueueWalk):
+    """The notes on GPU blocks, and the walk that stores noted blocks before they leave the engine's cache.
+
+    Args:
+        pool: the engine's block pool.
+        groups: the KV-cache groups.
+        max_batch_tokens: largest number of tokens of a step.
+        manager: holds blocks exclusively.
+        events: tracker of KV events, which keeps the snapshots of noted blocks.
+        counters: counters of the scheduler half.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        groups: Sequence[OffloadGroup],
+        max_batch_tokens: int,
+        manager: OffloadingManager,
+        events: OffloadingEventsTracker,
+        counters: SchedulerCounters,
+    ) -> None:
+        super().__init__()
+        two_steps = blocks_of_two_steps(groups, max_batch_tokens)
+        self.target = max(two_steps // 2, min(two_steps, len(pool.blocks) // POOL_PART))
+        """Number of free blocks that the walk looks at: those that the engine uses up next."""
+        self._pool = pool
+        self._groups = groups
+        self._manager = manager
+        self._events = events
+        self._described = [events.captures(group) for group in groups]
+        self._counters = counters
+        self.blocks_of: dict[OffloadKey, tuple[int, ...]] = {}
+        """GPU blocks of each noted block; only the methods of this class change the dictionary."""
+        self._key_of: dict[int, OffloadKey] = {}
+        """Name of the last block that was noted in each GPU block, which the note may have left for another copy."""
+        self._passed: set[int] = set()
+        """GPU blocks in the queue between its head and the cursor."""
+        self._step = 0
+        self._computing: deque[tuple[int, list[OffloadKey]]] = deque()
+        """Noted blocks by the step that computes them, until that step has certainly been processed."""
+        self._most = self.target
+        """Largest number of blocks of the next late store; smaller after one that found no room."""
+
+    # ------------------------------------------------------------------------------------------------------------ notes
+
+    def note(
+        self,
+        request: EngineRequest,
+        group: OffloadGroup,
+        positions: Sequence[int],
+        keys: Sequence[OffloadKey],
+        block_ids: Sequence[int],
+    ) -> None:
+        """Note blocks of a request, which are computed at the end of the present step at the latest.
+
+        Args:
+            request: the request, which is alive.
+            group: the KV-cache group of the blocks.
+            positions: positions of the offloaded blocks in the request.
+            keys: names of the blocks.
+            block_ids: GPU blocks of the offloaded blocks, in logical order.
+        """
+        places = list(zip(*[iter(block_ids)] * group.block_size_factor, strict=True))
+        known = self.blocks_of
+        new = [index for index, (key, ids) in enumerate(zip(keys, places, strict=True)) if known.get(key) != ids]
+        if not new:
+            return
+        if self._described[group.group_idx]:
+            first = [index for index in new if keys[index] not in known]
+            self._events.record_stores(
+                request, group, [positions[index] for index in first], [keys[index] for index in first]
+            )
+        noted = [keys[index] for index in new]
+        for index in new:
+            known[keys[index]] = places[index]
+            self._key_of.update(zip(places[index], repeat(keys[index])))
+        self._computing.append((self._step, noted))
+
+    def begin_step(self, step: int, taken: Sequence[int], zeroed: Sequence[int]) -> None:
+        """Process the GPU blocks that the engine hands out for ``step``; their notes end.
+
+        Args:
+            step: number of the step.
+            taken: blocks that the step newly allocates.
+            zeroed: blocks that the engine empties before the step.
+        """
+        self._step, computing = step, self._computing
+        while computing and computing[0][0] < step - STEPS_IN_FLIGHT:
+            _, keys = computing.popleft()
+            self._manager.engine_holds([key for key in keys if key in self.blocks_of])
+        for blocks in (taken, zeroed):
+            if blocks:
+                self.left_queue((blocks,))
+                self._end([key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None], blocks)
+
+    def left_queue(self, block_ids: Iterable[Collection[int]]) -> None:
+        """Note that requests use these GPU blocks, which are in the free queue no more.
+
+        Args:
+            block_ids: the GPU blocks, by KV-cache group.
+        """
+        if self._passed:
+            if self.drop_cursor(block_ids):
+                self._passed.clear()
+            else:
+                self._passed.difference_update(*block_ids)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """End the notes on GPU blocks whose content must not be stored."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None and block in self.blocks_of.get(key, ()):
+                self._forget([key])
+
+    def clear(self) -> None:
+        """End all notes, because what the engine's cache holds must not be stored any more."""
+        self._forget(list(self.blocks_of))
+        self._key_of.clear()
+        self._computing.clear()
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Return for each of ``keys`` whether the engine's cache holds the block now."""
+        noted = self.blocks_of.get
+        return [(ids := noted(key)) is not None and self._is_cached(key, ids) for key in keys]
+
+    def _is_cached(self, key: OffloadKey, ids: tuple[int, ...]) -> bool:
+        """Return True if the engine's cache still has the noted GPU blocks of ``key``."""
+        blocks = self._pool.blocks
+        return blocks[ids[-1]].block_hash == key and None not in [blocks[block].block_hash for block in ids[:-1]]
+
+    def _end(self, keys: Iterable[OffloadKey], taken: Collection[int]) -> None:
+        """End the notes on ``keys`` that have one of the GPU blocks ``taken``; count those without a row."""
+        blocks = set(taken)
+        left = [key for key in dict.fromkeys(keys) if not blocks.isdisjoint(self.blocks_of.get(key, ()))]
+        if left:
+            self._forget(left)
+            self._counters.exclusive_losses += self._manager.engine_dropped(left)
+
+    def _forget(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            del self.blocks_of[key]
+        self._release_snapshots(keys)
+
+    def _release_snapshots(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep the snapshots of blocks no longer for a late store."""
+        if any(self._described):
+            self._events.store_failed([key for key in keys if self._described[get_offload_group_idx(key)]])
+
+    # ------------------------------------------------------------------------------------------------------------- walk
+
+    def plan(self) -> LateStore | None:
+        """Return the late store of blocks that are about to leave the engine's cache; None: nothing is to be copied."""
+        before = self.cursor
+        if before is None or before.ref_cnt > 0:
+            self.cursor = before = None
+            self._passed.clear()
+        elif len(self._passed) >= self.target:
+            return None
+        leaving: dict[OffloadKey, tuple[int, ...]] = {}
+        gone: dict[OffloadKey, tuple[int, ...]] = {}
+        passed = []
+        for node in islice(self.blocks(self._pool.free_block_queue), self.target - len(self._passed)):
+            if len(leaving) == self._most:
+                break
+            block = node.block_id
+            key = self._key_of.get(block)
+            if key is not None and block in (ids := self.blocks_of.get(key, ())):
+                (leaving if self._is_cached(key, ids) else gone)[key] = ids
+            passed.append(block)
+            self.cursor = node
+        if gone:
+            self._end(gone, set(chain.from_iterable(gone.values())))
+        late = None
+        if leaving:
+            # The last one to leave becomes the most recent one.
+            keys = list(leaving)[::-1]
+            keys.sort(key=get_offload_group_idx)
+            output = self._manager.prepare_late_store(keys)
+            if output is None:
+                self.cursor, self._most = before, max(1, len(keys) // 2)
+                return None
+            self._most = min(2 * self._most, self.target)
+            late = self._copy(output, leaving)
+        self._passed.update(passed)
+        return late
+
+    def _copy(self, output: PrepareStoreOutput, leaving: Mapping[OffloadKey, tuple[int, ...]]) -> LateStore | None:
+        """End the notes on the blocks that leave, and return the copy of those that have no row yet."""
+        copied = output.keys_to_store
+        for key in leaving:
+            del self.blocks_of[key]
+        self._release_snapshots(leaving.keys() - set(copied))
+        if not copied:
+            return None
+        groups = list(map(get_offload_group_idx, copied))
+        sizes = [groups.count(group.group_idx) * group.block_size_factor for group in self._groups]
+        block_ids = as_rows(list(chain.from_iterable(map(leaving.__getitem__, copied))))
+        self._counters.late_stores += len(copied)
+        return LateStore(copied, GPULoadStoreSpec(block_ids, sizes, [0] * len(sizes)), output.store_spec)
