@@ -28,7 +28,7 @@ from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
 
 POOL_PART = 8
-"""Quotient of all GPU blocks and those that the walk looks at, unless two steps use up fewer or one step more."""
+"""Quotient of all GPU blocks and those that the walk looks at, if that is what two to four steps use up."""
 
 
 class LateStore(NamedTuple):
@@ -65,8 +65,11 @@ class EngineCache(FreeQueueWalk):
     ) -> None:
         super().__init__()
         two_steps = blocks_of_two_steps(groups, max_batch_tokens)
-        self.target = max(two_steps // 2, min(two_steps, len(pool.blocks) // POOL_PART))
-        """Number of free blocks that the walk looks at: those that the engine uses up next."""
+        self.target = max(two_steps, min(2 * two_steps, len(pool.blocks) // POOL_PART))
+        """Number of free blocks that the walk looks at: those that the engine uses up next.
+
+        A copy begins with the next step and takes about one, so that blocks of the step after that must be copied now.
+        """
         self._pool = pool
         self._groups = groups
         self._manager = manager
@@ -106,7 +109,11 @@ class EngineCache(FreeQueueWalk):
         """
         places = list(zip(*[iter(block_ids)] * group.block_size_factor, strict=True))
         known = self.blocks_of
-        new = [index for index, (key, ids) in enumerate(zip(keys, places, strict=True)) if known.get(key) != ids]
+        new = [
+            index
+            for index, (key, ids) in enumerate(zip(keys, places, strict=True))
+            if key not in known or (known[key] != ids and self._is_better(key, ids))
+        ]
         if not new:
             return
         if self._described[group.group_idx]:
@@ -166,6 +173,10 @@ class EngineCache(FreeQueueWalk):
         """Return for each of ``keys`` whether the engine's cache holds the block now."""
         noted = self.blocks_of.get
         return [(ids := noted(key)) is not None and self._is_cached(key, ids) for key in keys]
+
+    def _is_better(self, key: OffloadKey, ids: tuple[int, ...]) -> bool:
+        """Return True if a noted block is rather to be found in other GPU blocks, which a request uses now."""
+        return self._is_cached(key, ids) or not self._is_cached(key, self.blocks_of[key])
 
     def _is_cached(self, key: OffloadKey, ids: tuple[int, ...]) -> bool:
         """Return True if the engine's cache still has the noted GPU blocks of ``key``."""
