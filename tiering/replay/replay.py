@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.request import ReqContext
+from tiering.api.request import LATE_STORE, ReqContext
 from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.manager.row_broker import TAKE_AFTER
+from tiering.replay.device import DeviceCache
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
 from tiering.secondary.options import TtlOptions
-from tiering.table.block_table import BlockTable
 
 DEVICE = "device"
 """Name of the engine's own cache in results."""
@@ -35,6 +35,9 @@ PROGRESS_BLOCKS = 1 << 15
 
 SHORTEST_WAIT = 1e-6
 """Shortest time after which a request that waits asks again, in seconds."""
+
+STEP_TOKENS = 8192
+"""Tokens of one step of the engine: blocks that its next steps may use count as about to leave its own cache."""
 
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
 """Seconds after which a store that found no room is offered again.
@@ -56,6 +59,8 @@ class _Running:
     """True once the manager knows the request."""
     stored: bool = False
     """True once the prompt is being computed: the next event is its end."""
+    held: int = 0
+    """Leading blocks that the engine's own cache had or that were loaded."""
     refused: bool = False
     """True once the store of the whole prompt has found no room."""
 
@@ -70,37 +75,6 @@ def quiet_log() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-class DeviceCache:
-    """The engine's own prefix cache: least recently used blocks leave first.
-
-    Args:
-        blocks: number of blocks that it has room for.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self._table = BlockTable(blocks)
-
-    def hits(self, keys: list[OffloadKey]) -> int:
-        """Return the number of leading ``keys`` that the cache holds, and mark them as used."""
-        readable = self._table.readable
-        hits = next((number for number, key in enumerate(keys) if key not in readable), len(keys))
-        self._table.touch(keys[:hits])
-        return hits
-
-    def fill(self, keys: list[OffloadKey]) -> None:
-        """Hold ``keys``, as far as there is room for them at once; the first ones are worth most."""
-        keys = keys[: self._table.num_rows]
-        self._table.touch(keys)
-        known = self._table.touch(keys)[1]
-        self._table.pin(known)
-        new = self._table.unknown(keys)
-        taken = self._table.allocate(new)
-        if taken is not None and new:
-            self._table.commit(new, taken[0])
-        self._table.unpin(known)
-        self._table.touch(keys)
 
 
 class Replay:
@@ -124,8 +98,14 @@ class Replay:
         self._block_tokens = block_tokens
         self._manager = self.stack.manager
         self._clock = self.stack.clock
-        device_blocks = (model.device_cache or 0) // block_bytes
-        self._device = DeviceCache(device_blocks) if device_blocks else None
+        self._device: DeviceCache | None = None
+        self._exclusive = False
+        self._copied = self._lost = 0
+        if blocks := (model.device_cache or 0) // block_bytes:
+            step = -(-STEP_TOKENS // block_tokens)
+            exclusive = stack.primary.inclusion == "exclusive"
+            self._device = DeviceCache(blocks, max(step, min(2 * step, blocks // 8)) if exclusive else 0)
+            self._exclusive = self._manager.hold_exclusively(self._device.holds)
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
         self._waiting: list[_Running] = []
@@ -277,7 +257,7 @@ class Replay:
                 self._hits[name] += blocks
             self._hits[PRIMARY_TIER] += len(hits) - sum(sources.values())
         self._hits[DEVICE] += running.computed
-        held = running.computed + len(hits)
+        running.held = held = running.computed + len(hits)
         # The engine always computes the last token, also of a prompt that is held entirely.
         computed = max(min(1, request.input_tokens), request.input_tokens - held * self._block_tokens)
         without = max(min(1, request.input_tokens), request.input_tokens - running.computed * self._block_tokens)
@@ -291,16 +271,29 @@ class Replay:
         self._at(self._clock.now + seconds + prefill, running)
 
     def _end(self, running: _Running) -> None:
-        """Store the blocks of a prompt that has been computed, and end its request.
+        """Store the blocks of a prompt that has been computed, and end its request."""
+        keys, manager = running.keys, self._manager
+        if manager.stores_computed and not self._store(running):
+            return
+        if self._device is not None:
+            leaving = self._device.fill(keys)
+            if self._exclusive:
+                manager.engine_holds(keys[: running.held])
+                self._store_late(leaving)
+        manager.on_request_finished(running.ctx)
+
+    def _store(self, running: _Running) -> bool:
+        """Store the computed blocks of a prompt, and return False if the store is to be offered again.
 
         A store without room is offered once more, as an engine does, and then the longest half of it that has room.
         """
         manager, ctx = self._manager, running.ctx
-        keys = running.keys
+        keys = running.keys[running.computed :] if self._exclusive else running.keys
         while keys:
             output = manager.prepare_store(keys, ctx, is_last=running.refused)
             if output is not None:
                 if output.keys_to_store:
+                    self._copied += len(output.keys_to_store)
                     manager.complete_store(output.keys_to_store, ctx)
                     if len(output.keys_to_store) < len(keys):
                         # The head of the prompt must stay more recent than its new blocks, which count as used once.
@@ -310,11 +303,19 @@ class Replay:
             if not running.refused:
                 running.refused = True
                 self._at(self._clock.now + OFFER_AGAIN_AFTER, running)
-                return
+                return False
             keys = keys[: len(keys) // 2]
-        if self._device is not None:
-            self._device.fill(running.keys)
-        manager.on_request_finished(ctx)
+        return True
+
+    def _store_late(self, leaving: list[OffloadKey]) -> None:
+        """Store the blocks that are about to leave the engine's cache, as far as there is room for them."""
+        output, kept = None, len(leaving)
+        while kept and (output := self._manager.prepare_late_store(leaving[:kept])) is None:
+            kept //= 2
+        self._lost += len(leaving) - kept
+        if output is not None and output.keys_to_store:
+            self._copied += len(output.keys_to_store)
+            self._manager.complete_store(output.keys_to_store, LATE_STORE)
 
     # ---------------------------------------------------------------------------------------------------------- results
 
@@ -349,6 +350,8 @@ class Replay:
             dollars_per_month=sum(tier.dollars_per_month for tier in tiers),
             stores_without_room=stats["manager"]["stores_without_room"],
             evicted_blocks=stats["manager"]["evicted_blocks"],
+            copied_blocks=self._copied,
+            lost_blocks=self._lost,
             seconds=seconds,
         )
 

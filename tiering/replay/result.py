@@ -129,6 +129,10 @@ class ReplayResult:
     """Stores that found no room in the primary tier at once."""
     evicted_blocks: int
     """Blocks evicted from the primary tier."""
+    copied_blocks: int
+    """Blocks copied from the accelerator into the primary tier."""
+    lost_blocks: int
+    """Blocks that left the engine's own cache, and for which an exclusive primary tier had no room."""
     seconds: float
     """Duration of the replay itself, in seconds."""
     stack: str = field(default="", compare=False)

@@ -113,6 +113,7 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
         promotion_share=stack.primary.promotion_share,
         reservation_deadline=stack.primary.reservation_deadline,
         keep_secondary=stack.keep_secondary,
+        exclusive=stack.primary.inclusion == "exclusive",
     )
     for index in range(len(tiers)):
         manager.open_tier(index, clock.now + stack.open_deadline)
