@@ -97,5 +97,6 @@ def test_an_exclusive_cpu_tier_hits_like_one_lru_cache_of_both_sizes(kind: str, 
             assert inclusive.tiers[1].hit_rate < 0.01
             assert exclusive.tiers[1].hit_rate > 0.03
             assert exclusive.hit_rate == pytest.approx(lru_hits(kind, 2 * device), abs=0.01)
+        if ratio != 2:  # nearly all hits at this ratio are hits beyond an inclusive tier's
             assert exclusive.copied_blocks <= 1.3 * inclusive.copied_blocks
         assert exclusive.lost_blocks == 0

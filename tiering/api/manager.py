@@ -195,12 +195,15 @@ class OffloadingManager(ABC):
             success: False if the copy failed.
         """
 
-    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None) -> bool:
+    def hold_exclusively(
+        self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0
+    ) -> bool:
         """Return True if the primary tier prefers blocks from now on that the engine's own cache does not hold.
 
         Args:
             holds: returns for each key whether the engine's cache holds the block now: cached, computed and trusted.
                 None: the engine does not show its cache.
+            blocks: number of blocks that the engine's cache has room for; 0 (default): unknown, copies are not bounded.
         """
         return False
 

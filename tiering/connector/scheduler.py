@@ -138,7 +138,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if engine.enable_prefix_caching and hasattr(queue, "fake_free_list_head"):
             cache = EngineCache(pool, self.groups, engine.max_batch_tokens, self.manager, self.events, self._counters)
         self._shows_cache = True
-        if self.manager.hold_exclusively(None if cache is None else cache.holds):
+        blocks = 0 if cache is None else len(pool.blocks) // self._spec.block_size_factor
+        if self.manager.hold_exclusively(None if cache is None else cache.holds, blocks):
             self._engine_cache = self._stores.engine_cache = self._fenced.engine_cache = cache
             self._completions.stores = self._stores
 

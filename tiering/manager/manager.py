@@ -44,6 +44,19 @@ from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")
 
+COPIES_PER_BLOCK = 1.25
+"""Copies out of the engine's cache per computed block, up to which an exclusive primary tier evicts held blocks first.
+
+Blocks that left the engine's cache and had not been loaded into it were computed.
+"""
+
+BOUNDS_COPIES_FROM = 2.5
+"""Rows per block of the engine's cache from which copies are bounded.
+
+An inclusive tier of that size has most of the hits as well, and copies each computed block once. With secondary tiers,
+computed blocks are copied in any case, and nothing bounds the second copy.
+"""
+
 _order = attrgetter("order")
 
 
@@ -137,6 +150,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._exclusive = exclusive
         self._is_exclusive = False
         """True if the engine shows which blocks its own cache holds, and the primary tier prefers others."""
+        self._bounds_copies = False
         inert_in_children(self, InertManager)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -212,6 +226,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._owner.claim()
         self._rest.until = None
         self.primary_tier.complete_load(keys, req_context)
+        if self._bounds_copies:
+            self.primary_tier.grant_copies(-COPIES_PER_BLOCK * len(keys))
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         """Make blocks recent in all tiers of the request, and report the use of the readable ones."""
@@ -292,12 +308,15 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
-    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None) -> bool:
+    def hold_exclusively(
+        self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0
+    ) -> bool:
         if self._exclusive and holds is None:
             _log.warning("primary.inclusion: is inclusive, because the engine does not show what its own cache holds")
         elif self._exclusive and holds is not None:
             self.primary_tier.begin_first_victims(holds)
             self._is_exclusive = True
+            self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
         return self._is_exclusive
 
     @property
@@ -323,6 +342,8 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, LATE_STORE)
         if output is not None:
             self._count_evicted(output)
+            if self._bounds_copies:
+                self.primary_tier.grant_copies(COPIES_PER_BLOCK * len(keys) - len(output.keys_to_store))
         return output
 
     # --------------------------------------------------------------------------------------------------------- requests

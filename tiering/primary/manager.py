@@ -332,6 +332,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if self._table.first_victims is not None:
             self._table.first_victims.discard(rows)
 
+    def grant_copies(self, copies: float) -> None:
+        """Add to the credit of :class:`~tiering.table.first_victims.FirstVictims`; below 0, none is taken."""
+        if self._table.first_victims is not None:
+            self._table.first_victims.grant(copies)
+
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve rows for a tier that promotes blocks, as :meth:`prepare_store` does."""
         return self.prepare_store(keys, req_context)

@@ -105,7 +105,7 @@ class Replay:
             step = -(-STEP_TOKENS // block_tokens)
             exclusive = stack.primary.inclusion == "exclusive"
             self._device = DeviceCache(blocks, max(step, min(2 * step, blocks // 8)) if exclusive else 0)
-            self._exclusive = self._manager.hold_exclusively(self._device.holds)
+            self._exclusive = self._manager.hold_exclusively(self._device.holds, blocks)
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
         self._waiting: list[_Running] = []

@@ -3,6 +3,9 @@
 The CPU tier of an engine marks the rows whose blocks the engine's own cache holds. The row that was marked last is
 taken first: its block stays longest in the other cache. A pinned row keeps its mark and is passed over; it becomes a
 candidate again when its last reader has ended.
+
+A row that is taken costs another copy when its block leaves the engine's cache. The engine thus grants credit for the
+copies, and no row is taken while it is overdrawn.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class FirstVictims:
         holds: the other cache's answer, asked again for each row that is about to be evicted.
     """
 
-    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_refs")
+    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_refs", "credit")
 
     def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds) -> None:
         self._refs = refs
@@ -39,6 +42,8 @@ class FirstVictims:
         self._marked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
         self._candidates: dict[int, None] = {}
         """Rows to look at, the last one first; some may have lost their mark."""
+        self.credit = 0.0
+        """Copies out of the other cache that may still be made; no row is taken below 0."""
 
     def add(self, rows: Rows) -> None:
         """Mark ``rows``; the last one is evicted first."""
@@ -55,8 +60,14 @@ class FirstVictims:
         if len(marked):
             self._candidates.update(dict.fromkeys(marked.tolist()))
 
+    def grant(self, copies: float) -> None:
+        """Add to the credit, which one copy of each row bounds."""
+        self.credit = min(self.credit + copies, len(self._refs))
+
     def take(self, count: int) -> Rows:
         """Return up to ``count`` rows to evict; rows whose block has left the other cache lose their mark."""
+        if self.credit < 0.0:
+            return _NO_ROWS
         candidates, found, missing = self._candidates, [_NO_ROWS], count
         while candidates and missing:
             size = min(len(candidates), max(missing, _LOOK))
