@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, Cell
 from tiering.config.stack_file import load_stack
 from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
@@ -46,8 +46,11 @@ def run(bench: Bench) -> None:
     for path in filter(None, os.environ.get("KV_TRACES", "").split(":")):
         found = Trace([Path(path)])
         traces[Path(path).name] = (found.info.block_tokens, list(found))
-    rows, with_disk = [], []
-    short, gains, copies = [0.0], [], []
+    rows: list[tuple[Cell, ...]] = []
+    with_disk: list[tuple[Cell, ...]] = []
+    short: list[float] = []
+    gains: list[float] = []
+    copies: list[float] = []
     for name, (tokens, trace) in traces.items():
         exact = LruCurve([1])
         for request in trace:

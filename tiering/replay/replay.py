@@ -37,7 +37,11 @@ SHORTEST_WAIT = 1e-6
 """Shortest time after which a request that waits asks again, in seconds."""
 
 STEP_TOKENS = 8192
-"""Tokens of one step of the engine: blocks that its next steps may use count as about to leave its own cache."""
+"""Tokens of one step of the engine.
+
+An exclusive CPU tier stores the free blocks that the engine's next two to four steps may use, as the connector's walk
+does.
+"""
 
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
 """Seconds after which a store that found no room is offered again.
@@ -104,7 +108,7 @@ class Replay:
         if blocks := (model.device_cache or 0) // block_bytes:
             step = -(-STEP_TOKENS // block_tokens)
             exclusive = stack.primary.inclusion == "exclusive"
-            self._device = DeviceCache(blocks, max(step, min(2 * step, blocks // 8)) if exclusive else 0)
+            self._device = DeviceCache(blocks, max(2 * step, min(4 * step, blocks // 8)) if exclusive else 0)
             self._exclusive = self._manager.hold_exclusively(self._device.holds, blocks)
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
