@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from tiering.advisor.shards import HASH_BITS, HASHES, Shards
 from tiering.connector.metrics import METRICS
 from tiering.connector.stats import Increments
 from tiering.replay.curve import LruCurve
+from tiering.replay.device import DeviceCache
 from tiering.replay.generate import generate
 from tiering.replay.trace import keys_of, mixed
 from tiering.testing.keys import keys_of as small_keys
@@ -29,16 +31,52 @@ def zipf(count: int, distinct: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("capacity", "leads_on", "advice"),
     [
-        (2 << 30, False, "brings nothing (2 GiB of CPU memory for 2 GiB of KV cache); raise primary.capacity"),
+        (
+            2 << 30,
+            False,
+            "brings nothing (2 GiB of CPU memory for 2 GiB of KV cache); set primary.inclusion: exclusive",
+        ),
         (1 << 30, True, "brings nothing by itself: it only leads to the secondary tiers (1 GiB of CPU memory"),
-        ((2 << 30) + 1, False, None),
+        ((2 << 30) + 1, False, "only what an inclusive CPU tier is larger by than the GPU's own cache brings hits"),
+        (3 << 30, False, None),
     ],
 )
-def test_a_cpu_tier_that_is_not_larger_than_the_engines_own_cache_gets_advice(
+def test_an_inclusive_cpu_tier_that_mostly_repeats_the_engines_own_cache_gets_advice(
     capacity: int, leads_on: bool, advice: str | None
 ) -> None:
-    said = small_tier(capacity, 2 << 30, leads_on=leads_on)
+    said = small_tier(capacity, 2 << 30, leads_on=leads_on, exclusive=False)
     assert said is None if advice is None else advice in str(said)
+    assert small_tier(capacity, 2 << 30, leads_on=leads_on, exclusive=True) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_estimate_of_an_exclusive_tier_counts_the_engines_own_cache(known: bool) -> None:
+    """Without the size of the engine's cache, the estimates are too low: the negative control."""
+    device, rows = DeviceCache(400), 600
+    advisor = SizeAdvisor({"cpu": rows})
+    if known:
+        advisor.exclude("cpu", 400)
+    others: dict[float, OrderedDict[bytes, None]] = {factor: OrderedDict() for factor in (0.5, 1.0, 2.0)}
+    hits, asked = dict.fromkeys(others, 0), 0
+    for request in generate({"chat": 1.0, "documents": 0.3}, 1200, 4.0, 256, seed=5):
+        keys = keys_of(request.hashes)
+        wanted = keys[device.hits(keys) :]
+        advisor.looked_up({}, wanted)
+        asked += len(wanted)
+        for factor, other in others.items():
+            hits[factor] += next((at for at, key in enumerate(wanted) if key not in other), len(wanted))
+        leaving = device.fill(keys)
+        if leaving:
+            advisor.stored(leaving)
+        for factor, other in others.items():
+            for key in keys:
+                other.pop(key, None)
+            other.update(dict.fromkeys(reversed(leaving)))
+            while len(other) > factor * rows:
+                other.popitem(last=False)
+    estimates = advisor.estimates("cpu")
+    errors = [abs(estimates[FIELDS[factor]] - count / asked) for factor, count in hits.items()]
+    assert max(errors) < 0.04 if known else max(errors) > 0.08, errors
 
 
 def test_the_estimate_is_exact_while_every_key_is_sampled() -> None:

@@ -161,6 +161,19 @@ def test_capacities_that_may_be_swapped(capacity: str, told: bool, tmp_path: Pat
         assert "if the two capacities were swapped, swap them back" in found["capacity of local"].remedy
 
 
+@pytest.mark.parametrize(
+    ("cache", "inclusion", "told"),
+    [("6MiB", "inclusive", True), ("5MiB", "inclusive", False), ("6MiB", "exclusive", False)],
+)
+def test_an_inclusive_cpu_tier_below_one_and_a_half_of_the_engines_cache(
+    cache: str, inclusion: str, told: bool, write_stack: WriteStack
+) -> None:
+    stack = write_stack(primary={"capacity": "8MiB", "inclusion": inclusion})
+    found = json.loads(kv_tiering("check", stack, "--json", "--device-cache", cache).out)["findings"]
+    remedies = [item["remedy"] for item in found if item["subject"] == "inclusion"]
+    assert remedies == ["set primary.inclusion: exclusive, or raise primary.capacity"] * told
+
+
 def test_a_tier_is_compared_with_the_largest_one_before_it(tmp_path: Path) -> None:
     found = stack_findings({"type": "memory", "capacity": "64MiB"}, local(tmp_path, capacity="32MiB"))
     assert "the tier memory before it has 64 MiB" in found["capacity of local"].text

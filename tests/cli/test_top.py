@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process, started
-from tiering.advisor.advisor import FIELDS
+from tiering.advisor.advisor import BRINGS_NOTHING, FIELDS
 from tiering.cli import top as top_module
 from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
@@ -167,7 +167,7 @@ def test_the_size_advisors_estimates_are_a_sentence_per_tier(
     sample = parse(generate_latest(registry).decode(), 0.0)
     told = [] if sentence is None else [(tier, sentence.format(hits))]
     if tier == "cpu" and rates[2] == 0 and sentence is not None:
-        told = [("cpu", f"{told[0][1]}: a CPU tier that is not larger than the GPU's own cache brings nothing")]
+        told = [("cpu", f"{told[0][1]}: {BRINGS_NOTHING}")]
     assert list(top_module.advice(sample, ())) == told
     console = Console(file=io.StringIO(), width=200, record=True)
     console.print(top_module.screen(Sample(0.0), sample, (), "http://engine:8000/metrics", ""))

@@ -260,9 +260,7 @@ class FakeManager(OffloadingManager):
             else:
                 raise ContractViolationError(f"{key.hex()} is not being stored")
 
-    def hold_exclusively(
-        self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0
-    ) -> bool:
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
         self.shown.append(holds)
         return self.exclusive and holds is not None
 

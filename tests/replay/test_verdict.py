@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -164,9 +165,30 @@ def test_a_primary_tier_that_is_no_larger_than_the_accelerators_cache_is_told(st
         changed = study.model.model_copy(update={"device_cache": cache})
         return [line for line in advice(replace(study, model=changed)) if "the accelerator's own" in line.lower()]
 
-    assert "--device-cache. A CPU tier smaller than that cache brings nothing by itself." in told(None)[0]
-    assert "by itself it brings nothing" in told(40 * GIB)[0]
+    assert "--device-cache. An inclusive CPU tier that is smaller than that cache brings nothing" in told(None)[0]
     assert told(MIB) == []
+
+
+@pytest.mark.parametrize("inclusion", ["inclusive", "exclusive"])
+def test_an_exclusive_cpu_tier_is_recommended_where_it_pays(tmp_path: Path, inclusion: str) -> None:
+    """Prompts of 100 blocks in turn: neither cache holds the four of them, and both together do."""
+    trace = Trace(
+        [write_mooncake(tmp_path / "trace", [[*range(999 * (n % 4), 999 * (n % 4) + 100)] for n in range(80)])]
+    )
+    model = ReplayModel(device_cache=250 * MIB, prefill_tokens_per_second=100_000.0)
+    stack = {"primary": {"capacity": 250 * MIB, "inclusion": inclusion}}
+
+    def told(*sweeps: str) -> str:
+        study = run_study(trace, points(stack, [parse_axis(sweep) for sweep in sweeps]), model, MIB)
+        return "\n".join(line for line in advice(study) if "primary.inclusion" in line)
+
+    alone = told()
+    assert ("so by itself it brings nothing. With primary.inclusion: exclusive, the two hit like" in alone) is (
+        inclusion == "inclusive"
+    )
+    both = told("primary.inclusion=inclusive,exclusive")
+    assert both.startswith("With primary.inclusion: exclusive, the tiers and the accelerator's own cache serve 9"), both
+    assert " of the blocks, and 0.0% with inclusive. Of 100 prompt blocks, " in both
 
 
 def test_the_table_ends_without_tiers_and_one_color_means_one_kind_of_stack(study: Study) -> None:

@@ -43,8 +43,11 @@ ESTIMATES = tuple(
 WINDOW = 1 << 24
 """Number of accesses after which all earlier ones count half."""
 
-BRINGS_NOTHING = "a CPU tier that is not larger than the GPU's own cache brings nothing"
+BRINGS_NOTHING = "an inclusive CPU tier that is not larger than the GPU's own cache brings nothing"
 """Why the estimates of such a tier stay near 0: the GPU serves the blocks itself."""
+
+LEAST_FACTOR = 1.5
+"""Capacity of an inclusive CPU tier, as a multiple of the engine's own cache, below which there is advice."""
 
 _HASH_BYTES = 4
 
@@ -52,19 +55,22 @@ _ARRAY_KEYS = 12
 """Number of keys from which numpy is faster than a loop."""
 
 
-def small_tier(capacity: int, own_bytes: int, *, leads_on: bool) -> str | None:
-    """Return the advice on a CPU tier that is not larger than the engine's own cache; None otherwise.
+def small_tier(capacity: int, own_bytes: int, *, leads_on: bool, exclusive: bool) -> str | None:
+    """Return the advice on an inclusive CPU tier that mostly repeats the engine's own cache; None otherwise.
 
     Args:
         capacity: bytes of the CPU tier.
         own_bytes: bytes of the KV caches of all the engine's devices, equal copies counted once.
         leads_on: True if there are secondary tiers.
+        exclusive: True if the CPU tier prefers blocks that the engine's own cache does not hold.
     """
-    if capacity > own_bytes:
+    if exclusive or capacity >= LEAST_FACTOR * own_bytes:
         return None
-    use = " by itself: it only leads to the secondary tiers" if leads_on else ""
+    why = "only what an inclusive CPU tier is larger by than the GPU's own cache brings hits"
+    if capacity <= own_bytes:
+        why = BRINGS_NOTHING + (" by itself: it only leads to the secondary tiers" if leads_on else "")
     sizes = f"{format_bytes(capacity)} of CPU memory for {format_bytes(own_bytes)} of KV cache"
-    return f"{BRINGS_NOTHING}{use} ({sizes}); raise primary.capacity"
+    return f"{why} ({sizes}); set primary.inclusion: exclusive, or raise primary.capacity"
 
 
 class SizeAdvisor:
@@ -77,18 +83,34 @@ class SizeAdvisor:
         sample: largest number of keys in the sample; default :data:`tiering.advisor.shards.SAMPLE`.
     """
 
-    __slots__ = ("_capacities", "_leading", "_shards")
+    __slots__ = ("_capacities", "_leading", "_sample", "_shards")
 
     def __init__(self, capacities: Mapping[str, int], sample: int = SAMPLE) -> None:
         self._capacities = {
             name: [self._scaled(blocks, factor) for factor in FACTORS] for name, blocks in capacities.items()
         }
-        sizes = [size for scaled in self._capacities.values() for size in scaled]
-        # More keys than the smallest capacity holds need not be sampled at the start, so that the start is cheap too.
-        rate = min(1.0, sample / min(sizes)) if sizes else 1.0
-        self._shards = Shards(sizes, sample, rate)
+        self._sample = sample
+        self._shards = self._empty_shards()
         self._leading = Struct("<I")
         """Reader of the leading bytes of a key, for keys of one length; replaced for another length."""
+
+    def _empty_shards(self) -> Shards:
+        sizes = [size for scaled in self._capacities.values() for size in scaled]
+        # More keys than the smallest capacity holds need not be sampled at the start, so that the start is cheap too.
+        return Shards(sizes, self._sample, min(1.0, self._sample / min(sizes)) if sizes else 1.0)
+
+    def exclude(self, tier: str, blocks: int) -> None:
+        """Start over with a tier that holds other blocks than the engine's own cache.
+
+        The two together hit like one cache of both sizes, and the lookups are those that the engine's cache missed.
+
+        Args:
+            tier: name of the tier.
+            blocks: number of blocks that the engine's cache has room for.
+        """
+        if tier in self._capacities:
+            self._capacities[tier] = [size + blocks for size in self._capacities[tier]]
+            self._shards = self._empty_shards()
 
     @staticmethod
     def _scaled(blocks: int, factor: float) -> int:

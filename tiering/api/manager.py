@@ -195,9 +195,7 @@ class OffloadingManager(ABC):
             success: False if the copy failed.
         """
 
-    def hold_exclusively(
-        self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0
-    ) -> bool:
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
         """Return True if the primary tier prefers blocks from now on that the engine's own cache does not hold.
 
         Args:

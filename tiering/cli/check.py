@@ -25,6 +25,7 @@ from tiering.cli.parameters import (
     admin_of,
     block_bytes_option,
     chosen_tiers,
+    device_cache_option,
     json_option,
     stack_argument,
     tier_options,
@@ -49,6 +50,7 @@ PRIMARY = "primary"
 @click.command()
 @stack_argument
 @block_bytes_option
+@device_cache_option("not compared with the CPU tier")
 @click.option("--strict", is_flag=True, help="Warnings make the exit code 1, too.")
 @click.option("--no-round-trip", is_flag=True, help="Move no block through the tiers.")
 @tier_options
@@ -56,6 +58,7 @@ PRIMARY = "primary"
 def check(
     stack: str,
     block_bytes: int,
+    device_cache: int | None,
     strict: bool,
     no_round_trip: bool,
     tiers: tuple[str, ...],
@@ -71,12 +74,13 @@ def check(
     Examples:
       kv-tiering check stack.yaml
       kv-tiering check stack.yaml --block-bytes 8MiB --strict
+      kv-tiering check stack.yaml --device-cache 40GiB
       kv-tiering check stack.yaml --json | jq '.findings[] | select(.severity == "error")'
     """
     config, chosen = chosen_tiers(stack, tiers)
     found: list[tuple[str, Finding]] = []
     if not tiers:
-        found += [(PRIMARY, finding) for finding in probe_machine(config, block_bytes)]
+        found += [(PRIMARY, finding) for finding in probe_machine(config, block_bytes, device_cache)]
     for options in chosen:
         found += [(options.tier_name, finding) for finding in _conflicts(options, config.secondary, replica)]
         found += [

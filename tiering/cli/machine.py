@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiering.admin.records import Finding, Severity
+from tiering.advisor.advisor import small_tier
 from tiering.api.units import format_bytes
 from tiering.config.registry import tier_definition
 from tiering.config.stack import order_problems
@@ -17,8 +18,14 @@ from tiering.primary.memory.region import SHM
 from tiering.primary.memory.room import check_room
 
 
-def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
-    """Yield findings about the memory of this machine or container, and about the stack as a whole."""
+def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None = None) -> Iterator[Finding]:
+    """Yield findings about the memory of this machine or container, and about the stack as a whole.
+
+    Args:
+        stack: the stack.
+        block_bytes: bytes of one block.
+        device_cache: bytes of the engine's own prefix cache; default: unknown.
+    """
     in_memory = [
         options.capacity_bytes or 0
         for options in stack.secondary
@@ -41,6 +48,12 @@ def probe_machine(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
             "if pinning fails: ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
         )
     yield from _probe_sizes(stack, block_bytes)
+    exclusive, leads_on = stack.primary.inclusion == "exclusive", bool(stack.secondary)
+    if device_cache is not None and stack.mode == "tiering":
+        advice = small_tier(stack.primary.capacity, device_cache, leads_on=leads_on, exclusive=exclusive)
+        if advice is not None:
+            text, _, remedy = advice.partition("; ")
+            yield Finding(Severity.WARNING, "inclusion", text, remedy)
     for problem in order_problems(stack):
         text, _, remedy = problem.partition(": ")
         yield Finding(Severity.WARNING, "order", text, remedy)

@@ -90,6 +90,17 @@ def block_bytes_option(command: Command) -> Command:
     )(command)
 
 
+def device_cache_option(effect: str) -> Callable[[Command], Command]:
+    """Return the option ``--device-cache``.
+
+    Args:
+        effect: what it means without the option.
+    """
+    return click.option(
+        "--device-cache", type=SIZE, metavar="SIZE", help=f"The engine's own prefix cache; default: {effect}."
+    )
+
+
 def chosen_tiers(stack: str, names: Sequence[str]) -> tuple[StackConfig, list[TierOptions]]:
     """Return the stack and the tiers that were chosen by ``--tier``; by default, all.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiering.cli.parameters import SIZE
+from tiering.cli.parameters import SIZE, device_cache_option
 from tiering.config.source import read_plain
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
@@ -44,7 +44,7 @@ from tiering.replay.sweep import parse_axis, points
     metavar="TOKENS/S",
     help="Prompt tokens computed per second (20000).",
 )
-@click.option("--device-cache", type=SIZE, metavar="SIZE", help="The engine's own prefix cache; default: not modelled.")
+@device_cache_option("not modelled")
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(

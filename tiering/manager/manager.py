@@ -17,7 +17,7 @@ from typing import Any
 
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.inert_manager import InertManager
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -308,14 +308,14 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
-    def hold_exclusively(
-        self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0
-    ) -> bool:
+    def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
         if self._exclusive and holds is None:
             _log.warning("primary.inclusion: is inclusive, because the engine does not show what its own cache holds")
         elif self._exclusive and holds is not None:
             self.primary_tier.begin_first_victims(holds)
             self._is_exclusive = True
+            if self._advisor is not None:
+                self._advisor.exclude(PRIMARY_TIER, blocks)
             self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
         return self._is_exclusive
 

@@ -354,6 +354,7 @@ class Replay:
             dollars_per_month=sum(tier.dollars_per_month for tier in tiers),
             stores_without_room=stats["manager"]["stores_without_room"],
             evicted_blocks=stats["manager"]["evicted_blocks"],
+            is_exclusive=self._exclusive,
             copied_blocks=self._copied,
             lost_blocks=self._lost,
             seconds=seconds,

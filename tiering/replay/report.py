@@ -20,6 +20,11 @@ from tiering.replay.result import ReplayResult
 from tiering.replay.study import Study
 from tiering.replay.sweep import LEFT_OUT, NO_TIERS, SECONDARY
 
+INCLUSION = "primary.inclusion"
+"""Word of a stack that decides whether the CPU tier holds what the accelerator's own cache holds."""
+LEAST_GAIN = 0.005
+"""Share of the prompt blocks that another inclusion must serve to be recommended."""
+
 
 def report_page(study: Study) -> str:
     """Return the page of a study as HTML."""
@@ -157,21 +162,36 @@ def _differ(one: ReplayResult, other: ReplayResult) -> set[str]:
 def _device_cache(study: Study, best: ReplayResult) -> list[str]:
     """Return the sentence about a primary tier beside the accelerator's own cache."""
     cache = study.model.device_cache
-    (room,) = (tier.capacity_bytes or 0 for tier in best.tiers if tier.name == PRIMARY_TIER)
     if cache is None:
         return [
             (
-                "The accelerator's own prefix cache is not modelled, so its hits count for the tiers: give its size "
-                "with --device-cache. A CPU tier smaller than that cache brings nothing by itself."
+                "The accelerator's own prefix cache is not modelled, so its hits count for the tiers, and all CPU "
+                "tiers are inclusive: give its size with --device-cache. An inclusive CPU tier that is smaller than "
+                "that cache brings nothing by itself."
             )
         ]
-    if room > cache:
+    for result in study.results:
+        if result is not best and _differ(result, best) == {INCLUSION}:
+            word, other = best.settings[INCLUSION], result.settings[INCLUSION]
+            return [
+                (
+                    f"With primary.inclusion: {word}, the tiers and the accelerator's own cache serve "
+                    f"{percent(best.hit_rate)} of the blocks, and {percent(result.hit_rate)} with {other}. Of 100 "
+                    f"prompt blocks, {100 * best.copied_blocks / study.accesses:.0f} are copied out of the accelerator "
+                    f"with {word}, and {100 * result.copied_blocks / study.accesses:.0f} with {other}."
+                )
+            ]
+    (room,) = (tier.capacity_bytes or 0 for tier in best.tiers if tier.name == PRIMARY_TIER)
+    now, both = study.lru(max(room, cache)), study.lru(room + cache)
+    if best.is_exclusive or both - now < LEAST_GAIN:
         return []
+    nothing = ", so by itself it brings nothing" if room <= cache else ""
     return [
         (
-            f"The CPU tier of {label(best)} ({size(room)}) is not larger than the accelerator's own cache "
-            f"({size(cache)}), which holds the same blocks: by itself it brings nothing, and is only the way to the "
-            "tiers behind it."
+            f"The CPU tier of {label(best)} ({size(room)}) holds what the accelerator's own cache ({size(cache)}) "
+            f"holds as well{nothing}. With primary.inclusion: exclusive, the two hit like one cache of both sizes: "
+            f"{percent(both)} of the blocks instead of {percent(now)}, tiers behind them aside. Compare with "
+            f"--sweep {INCLUSION}=inclusive,exclusive."
         )
     ]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from tiering.errors import ConfigError
 from tiering.replay.curve import LruCurve
@@ -65,6 +68,11 @@ class Study:
         Results whose requests wait longer than without tiers count only if those of all do."""
         good = [result for result in self.results if not result.waits_longer]
         return max(good or self.results, key=lambda result: result.net_dollars_per_month)
+
+    def lru(self, capacity: int) -> float:
+        """Return the hit rate of one LRU cache of ``capacity`` bytes, between two points of the curve."""
+        sizes = [math.log(point.capacity_bytes) for point in self.curve]
+        return float(np.interp(math.log(max(capacity, 1)), sizes, [point.lru for point in self.curve]))
 
     @property
     def pays(self) -> bool:

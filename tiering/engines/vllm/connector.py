@@ -144,7 +144,13 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             self._start_scheduler(vllm_config, self._spec)
             stack = self._spec.stack
             own = cache_bytes(kv_cache_config, geometry)
-            if stack.advisor and (advice := small_tier(stack.primary.capacity, own, leads_on=bool(stack.secondary))):
+            advice = small_tier(
+                stack.primary.capacity,
+                own,
+                leads_on=bool(stack.secondary),
+                exclusive=stack.primary.inclusion == "exclusive",
+            )
+            if stack.advisor and advice is not None:
                 logger.warning("%s", advice)
 
     def _can_identify_adapters(self, lora_config: Any) -> bool:
