@@ -45,7 +45,7 @@ from tiering.medium.block_store import (
     StoreTraits,
 )
 from tiering.medium.chore import Backoff, Chore
-from tiering.medium.files import Files, fresh_name, store_error
+from tiering.medium.files import Files, fresh_name, store_error, store_errors
 from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
 from tiering.medium.messages import IoTask
 from tiering.medium.side import IoSide
@@ -157,4 +157,5 @@ __all__ = [
     "record_secrets",
     "row_array",
     "store_error",
+    "store_errors",
 ]

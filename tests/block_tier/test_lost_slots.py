@@ -23,10 +23,10 @@ def test_a_block_that_is_stored_again_after_the_loss_of_its_slot_may_lose_the_ne
     first = index.plan_store([key], 0.0)
     (slot,) = first.places
     assert isinstance(slot, int)
-    index.states.lose(slot // SEGMENT * SEGMENT, slot // SEGMENT * SEGMENT + SEGMENT)
+    index.states.fail(slot // SEGMENT * SEGMENT, slot // SEGMENT * SEGMENT + SEGMENT)
     second = index.plan_store([key], 1.0)
     assert second.places not in ([], first.places)
-    index.states.lose(0, SLOTS)
+    index.states.fail(0, SLOTS)
     for plan in (first, second):
         index.end_store([key], plan.places, [True], 2.0)
     assert (list(index.held), index.slots, index.states.leaving) == ([], 0, set())
@@ -74,7 +74,7 @@ def walk(dice: random.Random, eviction: str) -> None:
             case 5:
                 start = dice.randrange(0, SLOTS, SEGMENT)
                 start, stop = (0, SLOTS) if dice.random() < 0.3 else (start, start + SEGMENT)
-                index.states.lose(start, stop)
+                index.states.fail(start, stop)
                 lost.update(range(start, stop))
             case 6:
                 back = sorted(slot for slot in lost - index.states.leaving if slot not in busy)

@@ -427,7 +427,7 @@ def test_at_random_every_slot_has_one_owner_and_answers_are_those_of_a_dict(seed
 def test_lost_slots_are_unseen_and_can_come_back() -> None:
     index = make_index(8)
     store(index, K[:6])
-    assert set(index.states.lose(0, 4)) == set(K[:4])
+    assert set(index.states.fail(0, 4)) == set(K[:4])
     assert held(index, K[:6]) == K[4:6]
     assert (index.slots, index.free, index.blocks) == (4, 2, 2)
     assert store(index, K[10:20]).places == [6, 7, 5, 4] or index.slots == 4
@@ -439,7 +439,7 @@ def test_lost_slots_are_unseen_and_can_come_back() -> None:
 def test_what_is_written_to_a_lost_slot_does_not_count_and_the_slot_waits_for_its_writer() -> None:
     index = make_index(8)
     plan = index.plan_store(K[:2], NOW)
-    assert index.states.lose(0, 4) == []
+    assert index.states.fail(0, 4) == []
     assert index.states.leaving == {0, 1}
     index.end_store(K[:2], plan.places, [False, False], NOW)
     assert (index.states.leaving, index.slots) == (set(), 4)
@@ -452,7 +452,7 @@ def test_a_lost_slot_that_is_read_waits_for_its_reader() -> None:
     index = make_index(4)
     store(index, K[:4])
     places = index.begin_load(K[:1])
-    assert set(index.states.lose(0, 4)) == set(K[:4])
+    assert set(index.states.fail(0, 4)) == set(K[:4])
     assert index.states.leaving == {0}
     assert index.end_load(K[:1], [0], [True], NOW) == []
     assert places == [0]
@@ -468,7 +468,7 @@ def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None
     index.states.retire_full(K[:1], np.array(plan.places))
     index.end_store(K[:1], plan.places, [False], NOW)
     trial = index.borrow(2)
-    assert index.states.lose(0, 8) == []
+    assert index.states.fail(0, 8) == []
     assert index.states.leaving == set(trial)
     index.give_back(trial)
     assert (index.states.leaving, index.slots, index.free, index.states.full) == (set(), 0, 0, 0)

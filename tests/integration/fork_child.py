@@ -59,7 +59,7 @@ def misbehave(rig: LocalRig, how: str) -> None:
     if how == "shutdown":
         tier.shutdown(rig.context.clock() + 5)
     elif how == "checkpoint":
-        tier.request_checkpoint()
+        tier.checkpoints.request()
         for _ in range(50):
             tier.on_schedule_end()
             tier.io.wait(0.01)

@@ -209,8 +209,8 @@ def exercise(engine: Engine, seen: Callable[[str], bool] = lambda part: True) ->
     for turn in range(2):
         assert wrong_answers(ask_all(engine, PROMPTS, f"turn {turn}"), PROMPTS) == []
         assert engine.settle()
-    local.request_checkpoint()
-    assert until(lambda: stepped(lambda: seen("checkpoint") and not local.checkpoint_pending))
+    local.checkpoints.request()
+    assert until(lambda: stepped(lambda: seen("checkpoint") and not local.checkpoints.pending))
     for tier in (local, s3):
         tier.io.breakers.trip("test")
         assert until(lambda tier=tier: stepped(lambda: seen("health") and tier.get_stats().writable))  # type: ignore[misc]

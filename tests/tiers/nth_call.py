@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
-from tiers.valkey.values import read_value
 from valkey import exceptions
 from valkey.connection import Connection
 
@@ -43,6 +42,7 @@ from tiers.memory import MEMORY_TIER, MemoryStore, drop_medium
 from tiers.object import S3_TIER
 from tiers.valkey import VALKEY_TIER
 from tiers.valkey import client as valkey_client
+from tiers.valkey.client import read_value
 
 BLOCK = 8 << 10
 COMMON: dict[str, Any] = {
@@ -273,11 +273,11 @@ class LocalWorld(World):
     def settle(self, rig: Life) -> None:
         tier = rig.tier
         assert isinstance(tier, LocalTier)
-        tier.request_checkpoint()
+        tier.checkpoints.request()
 
         def written() -> bool:
             self.clock.advance(0.5)
-            return not tier.checkpoint_pending
+            return not tier.checkpoints.pending
 
         rig.wait(written)
 

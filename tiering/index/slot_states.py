@@ -233,8 +233,10 @@ class SlotStates:
 
     # --------------------------------------------------------------------------------- slots that leave after their I/O
 
-    def lose(self, start: int, stop: int) -> list[OffloadKey]:
-        """Mark slots [start, stop), which the medium has lost, as unseen, and return the keys held there.
+    def fail(self, start: int, stop: int) -> list[OffloadKey]:
+        """Fail the blocks in slots [start, stop), whose medium is gone or damaged, and return their keys.
+
+        The slots are unseen from now on.
 
         Slots that are read or written now are unseen once that I/O has ended; :attr:`leaving` lists them.
         """

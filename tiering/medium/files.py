@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiering.errors import (
@@ -68,6 +68,15 @@ def store_error(error: OSError, what: str) -> StoreError:
     if number in _DEVICE:
         return DeviceError(text)
     return TemporaryStoreError(text) if number in _TEMPORARY else PermanentStoreError(text)
+
+
+@contextlib.contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Raise each OSError in the context as the typed error that :func:`store_error` returns for it."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(error, what) from error
 
 
 def open_plain(path: Path, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Coordination over a Valkey or Redis server, with one thread that speaks and one that listens."""
+"""Coordination over a Valkey or Redis server, with one thread that sends and one that receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tiering import StoreError, TemporaryStoreError
-from tiering.tier import Claim, Coordination, Flag, Heard, OffloadKey, Place, StoreProbe, ThreadPool
+from tiering.tier import Backoff, Claim, Coordination, Flag, Heard, OffloadKey, Place, StoreProbe, ThreadPool
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
 from tiers.coordination.filling import Filling
@@ -30,7 +30,7 @@ RETRY_SECONDS = (0.5, 15.0)
 VERIFIED_SHARE = 1 / 16
 """Share of a complete directory's denials that are verified by a request to the medium.
 
-A directory that denies a block which is there loses its completeness, and is filled again.
+A directory that denies a block which is there is no longer complete, and is filled again.
 """
 
 IDENTITY_SECONDS = 300.0
@@ -50,7 +50,7 @@ class ValkeyCoordination(Coordination):
         ca_file: PEM file of the authorities that may sign the server's certificate; default: the system's.
         announce: wakes up callers that wait for news; any thread calls it.
         on_absent: receives the places of granted blocks that a complete directory denies, so that an upload need not
-            ask first; default: nothing.
+            look first; default: nothing.
 
     Raises:
         ConfigError: the package ``valkey`` is missing.
@@ -70,7 +70,7 @@ class ValkeyCoordination(Coordination):
         self._name = name
         self._identify = identify
         self._medium = b""
-        """Identifier of the medium, which the speaking thread finds before the server counts as ready."""
+        """Identifier of the medium, which the sending thread finds before the server counts as ready."""
         self._identify_due = 0.0
         self._announce = announce
         self._on_absent = on_absent
@@ -86,13 +86,13 @@ class ValkeyCoordination(Coordination):
         self._filling = Filling(name, listing, self._client, self._threads)
         self._scope: Scope | None = None
         self._left: deque[Scope] = deque()
-        """Scopes of epochs that were left, with words that still have to be said."""
+        """Scopes of earlier epochs, with notices that still have to be sent."""
         self._ready = False
-        self._told = False
-        self._failures = 0
+        self._warned = False
+        self._waits = Backoff(*RETRY_SECONDS)
         self._due = 0.0
         self._connections = 0
-        """Number of connections and names so far; the listening thread subscribes anew after each change."""
+        """Number of connections and names so far; the receiving thread subscribes anew after each change."""
         self._wake = Flag()
         self._stop = threading.Event()
         self._begun: set[Callable[[], None]] = set()
@@ -171,7 +171,7 @@ class ValkeyCoordination(Coordination):
     def _start(self) -> None:
         """Start the threads that do not run; without threads, the tier works as without coordination."""
         self._threads.start()
-        for work in (self._tell, self._hear):
+        for work in (self._run_sender, self._run_receiver):
             if work not in self._begun and not self._stop.is_set():
                 self._begun.add(work)
                 self._threads.run(work, partial(self._unstarted, work))
@@ -217,9 +217,9 @@ class ValkeyCoordination(Coordination):
                 self._wake.set()
         return StoreProbe(tuple(answers))
 
-    # ---------------------------------------------------------------------------------------------- the speaking thread
+    # ----------------------------------------------------------------------------------------------- the sending thread
 
-    def _tell(self) -> None:
+    def _run_sender(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(_IDLE_SECONDS)
             self._wake.clear()
@@ -244,12 +244,12 @@ class ValkeyCoordination(Coordination):
         self._finish_left()
 
     def _finish_left(self) -> None:
-        """Say what waits in the epochs that were left, above all which claims are given up."""
+        """Send what waits in earlier epochs, above all the releases of claims."""
         while self._left:
             scope = self._left.popleft()
             try:
                 while self._ready and scope.queue.waiting():
-                    scope.say(self._client)
+                    scope.send(self._client)
             except StoreError as error:
                 logger.debug("tier %s: the last notices could not be sent: %s", self._name, error)
 
@@ -268,12 +268,12 @@ class ValkeyCoordination(Coordination):
             scope.queue.drop_late()
             scope.incomplete = True
             self._use_medium(scope)
-        self._failures = 0
+        self._waits.succeeded()
         self._connections += 1
         self._ready = True
-        if self._told:
+        if self._warned:
             logger.warning("tier %s: coordination is back", self._name)
-            self._told = False
+            self._warned = False
         return True
 
     def _look_at_medium(self) -> None:
@@ -302,18 +302,16 @@ class ValkeyCoordination(Coordination):
 
     def _lost(self, error: StoreError) -> None:
         """Do without the server until it answers again. Any thread may call."""
-        shortest, longest = RETRY_SECONDS
         self._ready = False
-        self._due = time.monotonic() + min(shortest * 2 ** min(self._failures, 16), longest) * random.uniform(0.8, 1.2)
-        self._failures += 1
-        if not self._told:
-            self._told = True
+        self._due = time.monotonic() + self._waits.failed()
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "tier %s: coordination is gone, and the tier works without it until it is back: %s", self._name, error
             )
 
     def _send(self, scope: Scope) -> None:
-        """Say all that waits."""
+        """Send all that waits, and begin the fill that is due."""
         directory = scope.directory
         scope.judge()
         if scope.overflowed:
@@ -325,19 +323,19 @@ class ValkeyCoordination(Coordination):
             complete, _ = directory.answers(b"")
             if not complete and self._client.call(*directory.claim_fill()) is not None:
                 self._filling.start(directory, partial(setattr, scope, "incomplete", True))
-        if scope.unheard:
-            scope.unheard = False
+        if scope.missed:
+            scope.missed = False
             scope.look_again()
         while scope.queue.waiting():
-            scope.say(self._client)
+            scope.send(self._client)
 
     def _want_fill(self, scope: Scope) -> None:
         if not self._filling.running:
             scope.incomplete = True
 
-    # --------------------------------------------------------------------------------------------- the listening thread
+    # --------------------------------------------------------------------------------------------- the receiving thread
 
-    def _hear(self) -> None:
+    def _run_receiver(self) -> None:
         scope: Scope | None = None
         subscription: Subscription | None = None
         connection, fresh = 0, False
@@ -352,10 +350,10 @@ class ValkeyCoordination(Coordination):
                     subscription, fresh = self._client.subscribe(scope.directory.channel), True
                 notice = subscription.read(_IDLE_SECONDS)
                 if notice is not None and scope is not None:
-                    scope.listen(notice[1])
+                    scope.receive(notice[1])
                 if fresh and scope is not None:
-                    # The server listens by now; what was told before has to be looked up.
-                    fresh, scope.unheard = False, True
+                    # The subscription holds by now; what was announced before has to be looked up.
+                    fresh, scope.missed = False, True
                     self._wake.set()
             except StoreError as error:
                 subscription = self._close(subscription)
@@ -363,7 +361,7 @@ class ValkeyCoordination(Coordination):
                 self._stop.wait(_IDLE_SECONDS)
             except Exception:
                 subscription = self._close(subscription)
-                logger.exception("tier %s: listening to the fleet failed unexpectedly", self._name)
+                logger.exception("tier %s: receiving the fleet's notices failed unexpectedly", self._name)
                 self._stop.wait(_IDLE_SECONDS)
         self._close(subscription)
 

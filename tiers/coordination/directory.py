@@ -78,7 +78,7 @@ class Directory:
         return self._run(scripts.ADD, digests, secrets.token_hex(8), scripts.LIFE_MS)
 
     def notify(self, digests: Digests) -> tuple[Word, ...]:
-        """Return the command that tells the other machines of stored blocks."""
+        """Return the command that announces stored blocks to the other machines."""
         return ("PUBLISH", self.channel, self.owner + digests)
 
     def look(self, digests: Digests) -> tuple[Word, ...]:
@@ -146,11 +146,11 @@ def _name(medium: bytes, place_prefix: str) -> str:
 _SHAS = {script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest() for script in scripts.ALL}
 
 SCRIPTS = {sha: script for script, sha in _SHAS.items()}
-"""The scripts, by the names under which the server knows them once they are loaded."""
+"""The scripts, by their names in the server once they are loaded."""
 
 
 def sha_of(script: str) -> str:
-    """Return the name under which the server knows ``script`` once it is loaded."""
+    """Return the name of ``script`` in the server once it is loaded."""
     return _SHAS[script]
 
 

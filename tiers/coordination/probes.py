@@ -39,7 +39,7 @@ PATTERNS = "~kv-tiering:* &kv-tiering:*"
 """Rules of an access list that permit the keys and the channels of coordination."""
 
 LEAST_VERSION = 5
-"""Oldest major version of Redis whose scripts may write after they have asked for the time."""
+"""Oldest major version of Redis whose scripts may write after they have read the time."""
 
 PROBE_SECONDS = 5.0
 """Seconds within which the server must answer a probe. Engines wait for less."""
@@ -94,16 +94,12 @@ def _latency(address: ServerAddress, took: float) -> Finding:
     text = f"{address} answers in {1e3 * took:.1f} ms"
     if took < coordination.TIMEOUT_SECONDS / 2:
         return Finding(Severity.OK, SERVER, text)
-    return Finding(
-        Severity.WARNING,
-        SERVER,
-        f"{text}, and engines wait for {1e3 * coordination.TIMEOUT_SECONDS:.0f} ms at most",
-        "move the server nearer to the engines, or relieve it",
-    )
+    text = f"{text}, and engines wait for {1e3 * coordination.TIMEOUT_SECONDS:.0f} ms at most"
+    return Finding(Severity.WARNING, SERVER, text, "move the server nearer to the engines, or relieve it")
 
 
 def _engines(client: ValkeyClient, directories: Sequence[Directory]) -> Finding:
-    """Return the finding about the engines that listen on the channels of ``directories``."""
+    """Return the finding about the engines that subscribe to the channels of ``directories``."""
     try:
         answer = client.call("PUBSUB", "NUMSUB", *[directory.channel for directory in directories])
         engines = sum(map(int, answer[1::2]))
@@ -120,13 +116,11 @@ def _engines(client: ValkeyClient, directories: Sequence[Directory]) -> Finding:
 
 def _probe_settings(client: ValkeyClient) -> Iterator[Finding]:
     try:
-        lines = bytes(client.call("INFO")).decode(errors="replace").splitlines()
+        facts = client.info()
     except StoreError as error:
-        yield Finding(
-            Severity.INFO, VERSION, f"version and memory cannot be read: {error}", "allow the user the command INFO"
-        )
+        text = f"version and memory cannot be read: {error}"
+        yield Finding(Severity.INFO, VERSION, text, "allow the user the command INFO")
         return
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
     yield from version_findings(facts)
     yield from memory_findings(facts)
 
@@ -141,24 +135,18 @@ def version_findings(facts: dict[str, str]) -> Iterator[Finding]:
     major = compatible.partition(".")[0]
     name = f"valkey {facts['valkey_version']}" if "valkey_version" in facts else f"redis {compatible or 'unknown'}"
     if major.isdecimal() and int(major) < LEAST_VERSION:
-        yield Finding(
-            Severity.WARNING,
-            VERSION,
-            f"{name} is too old for the scripts of coordination; {_WITHOUT}",
-            f"install Valkey, or Redis {LEAST_VERSION} or later",
-        )
+        text = f"{name} is too old for the scripts of coordination; {_WITHOUT}"
+        yield Finding(Severity.WARNING, VERSION, text, f"install Valkey, or Redis {LEAST_VERSION} or later")
     elif facts.get("role", "master") != "master":
         yield Finding(
             Severity.WARNING, VERSION, f"the server is a replica, which takes no writes; {_WITHOUT}", "name the primary"
         )
     elif facts.get("cluster_enabled", "0") != "0":
-        yield Finding(
-            Severity.WARNING,
-            VERSION,
-            "the server is a node of a cluster, and coordination speaks to one server and follows no redirection; "
-            f"{_WITHOUT}",
-            "name a server without cluster mode",
+        text = (
+            "the server is a node of a cluster, and coordination uses one server and follows no redirection; "
+            f"{_WITHOUT}"
         )
+        yield Finding(Severity.WARNING, VERSION, text, "name a server without cluster mode")
     else:
         yield Finding(Severity.OK, VERSION, name)
 
@@ -173,26 +161,14 @@ def memory_findings(facts: dict[str, str]) -> Iterator[Finding]:
     used = f"{format_bytes(int(facts.get('used_memory', 0)))} of {format_bytes(most)} used"
     remedy = "set maxmemory-policy volatile-ttl"
     if not most:
-        yield Finding(
-            Severity.INFO,
-            MEMORY,
-            "the server has no maxmemory; the directory takes 2.7 bytes for each block of the fleet",
-            f"set maxmemory with room, and {remedy.removeprefix('set ')}",
-        )
+        text = "the server has no maxmemory; the directory takes 2.7 bytes for each block of the fleet"
+        yield Finding(Severity.INFO, MEMORY, text, f"set maxmemory with room, and {remedy.removeprefix('set ')}")
     elif policy == "noeviction":
-        yield Finding(
-            Severity.WARNING,
-            MEMORY,
-            f"{used}, and the server evicts nothing: once full, it refuses claims and the directory; {_WITHOUT}",
-            remedy,
-        )
+        text = f"{used}, and the server evicts nothing: once full, it refuses claims and the directory; {_WITHOUT}"
+        yield Finding(Severity.WARNING, MEMORY, text, remedy)
     elif policy.startswith("allkeys") or policy.endswith("random"):
-        yield Finding(
-            Severity.WARNING,
-            MEMORY,
-            f"{used}; {policy} may evict the directory, and each loss costs a listing of the bucket",
-            remedy,
-        )
+        text = f"{used}; {policy} may evict the directory, and each loss costs a listing of the bucket"
+        yield Finding(Severity.WARNING, MEMORY, text, remedy)
     else:
         yield Finding(Severity.OK, MEMORY, f"{used}, eviction {policy}")
 
@@ -201,7 +177,7 @@ def memory_findings(facts: dict[str, str]) -> Iterator[Finding]:
 
 
 def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
-    """Run each command of coordination on a directory that no engine knows."""
+    """Run each command of coordination on a directory that no engine uses."""
     directory = Directory(client, f"check-{secrets.token_hex(16)}".encode(), "")
     failed: list[str] = []
     reason: StoreError | None = None
@@ -220,12 +196,9 @@ def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
     if reason is None:
         yield Finding(Severity.OK, PERMISSIONS, "scripts, keys and notices work")
     else:
-        yield Finding(
-            Severity.WARNING,
-            PERMISSIONS,
-            f"these steps fail: {', '.join(failed)}; {_WITHOUT}: {reason}",
-            f"let the user run {GRANTS} on {PATTERNS}, on a server that is no replica and no proxy",
-        )
+        text = f"these steps fail: {', '.join(failed)}; {_WITHOUT}: {reason}"
+        remedy = f"let the user run {GRANTS} on {PATTERNS}, on a server that is no replica and no proxy"
+        yield Finding(Severity.WARNING, PERMISSIONS, text, remedy)
 
 
 def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -1,4 +1,4 @@
-"""State of coordination in one namespace and epoch: what waits to be said, and what was heard."""
+"""State of coordination in one namespace and epoch: notices that wait to be sent, and notices that have arrived."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word
 
 MAX_UNSENT = 1 << 16
-"""Maximum number of stored blocks that wait to be told, and of watched blocks.
+"""Maximum number of stored blocks that wait to be announced, and of watched blocks.
 
-Beyond the bound, the oldest is forgotten.
+Beyond the bound, the oldest is dropped.
 """
 
 MAX_BATCH = 128
 """Maximum number of blocks in one command; the server runs one command at a time."""
 
 SETTLE_SECONDS = 5.0
-"""Seconds that another machine may take to tell of a block that it has uploaded."""
+"""Seconds that another machine may take to announce a block that it has uploaded."""
 
 _MAX_CLAIMS = 16
 
 
 @dataclass(slots=True)
 class Queue:
-    """Words for the server, which other threads add and the speaking thread takes."""
+    """Notices for the server, which other threads add and the sending thread takes."""
 
     stored: deque[Place] = field(default_factory=deque)
     """Places that hold blocks now."""
     released: deque[Place] = field(default_factory=deque)
-    """Places whose claims are given up."""
+    """Places whose claims end."""
     claims: deque[Claim] = field(default_factory=deque)
     """Claims without an answer."""
     watched: deque[tuple[OffloadKey, Place]] = field(default_factory=deque)
@@ -44,11 +44,11 @@ class Queue:
     """Blocks that admission has declined."""
 
     def waiting(self) -> bool:
-        """Return True if there is something to say."""
+        """Return True if there is something to send."""
         return bool(self.stored or self.released or self.claims or self.watched or self.declined)
 
     def drop_late(self) -> None:
-        """Forget the words that are of no use after an outage: their stores have begun without an answer."""
+        """Drop the notices that are of no use after an outage: their stores have begun without an answer."""
         self.claims.clear()
         self.declined.clear()
         self.released.clear()
@@ -65,24 +65,24 @@ class Scope:
     on_absent: Callable[[Sequence[Place]], object]
     """Function that receives granted places which a complete directory denies."""
     queue: Queue = field(default_factory=Queue)
-    """Words that wait to be said."""
+    """Notices that wait to be sent."""
     inbox: Inbox = field(default_factory=Inbox)
-    """Notices that were heard."""
+    """Notices of other machines that have arrived."""
     interests: OrderedDict[bytes, OffloadKey] = field(default_factory=OrderedDict)
-    """Watched keys by digest. The speaking thread writes; the listening thread only looks keys up."""
+    """Watched keys by digest. The sending thread writes; the receiving thread only looks keys up."""
     overflowed: bool = False
-    """True if the directory lacks stored blocks that will not be told."""
+    """True if the directory lacks stored blocks that will not be announced."""
     incomplete: bool = True
     """True if the directory may lack blocks, and should be filled."""
     suspects: deque[tuple[float, Place]] = field(default_factory=deque)
     """Blocks that the directory denied although the medium has them, each with the time to look again."""
-    unheard: bool = False
+    missed: bool = False
     """True if notices about watched blocks may have been missed."""
     clock: Callable[[], float] = time.monotonic
     """Function that returns monotonic seconds."""
 
     def store(self, places: Sequence[Place]) -> None:
-        """Queue stored blocks, and forget the oldest beyond the bound."""
+        """Queue stored blocks, and drop the oldest beyond the bound."""
         stored = self.queue.stored
         stored.extend(places)
         if len(stored) > MAX_UNSENT:
@@ -90,7 +90,7 @@ class Scope:
             for _ in range(len(stored) - MAX_UNSENT):
                 stored.popleft()
 
-    def listen(self, content: bytes) -> None:
+    def receive(self, content: bytes) -> None:
         """Process a notice about stored blocks; those of this machine, and strangers' texts, are passed over."""
         own = self.directory.owner
         if content[: len(own)] != own:
@@ -128,8 +128,8 @@ class Scope:
             batch = digests[at : at + MAX_BATCH]
             self._report_held(batch, self.directory.answers(b"".join(batch))[1])
 
-    def say(self, client: ValkeyClient) -> None:
-        """Say one batch in one round trip. Words that cannot be said still wait.
+    def send(self, client: ValkeyClient) -> None:
+        """Send one batch in one round trip. Notices that cannot be sent still wait.
 
         Raises:
             StoreError: the server does not answer, or refuses a command.
@@ -145,7 +145,7 @@ class Scope:
             commands += [directory.add(digests), directory.notify(digests), directory.release(digests)]
         if released:
             commands.append(directory.release(digests_of(released)))
-        said = len(commands)
+        sent = len(commands)
         if watched:
             # Such a block may have been stored before it was watched.
             commands.append(directory.look(b"".join(watched)))
@@ -154,7 +154,7 @@ class Scope:
         for claim in claims:
             digests = digests_of(claim.places)
             commands += [directory.claim(digests), directory.look(digests)]
-        replies = _checked(client.call_all(commands), skip=said)
+        replies = _checked(client.call_all(commands), skip=sent)
         if watched:
             self._report_held(watched, Directory.flags(next(replies), 1 + len(watched))[1:])
         if declined:
@@ -191,7 +191,7 @@ class Scope:
         else:
             self.incomplete = True
         claim.granted = granted
-        # The scheduler's thread drops places first and looks at the answer then, so one of both gives each claim up.
+        # The scheduler's thread drops places first and looks at the answer then, so one of both releases each claim.
         self.queue.released.extend(
             place for place, grant in zip(claim.places, granted, strict=True) if grant and place in claim.dropped
         )
@@ -220,6 +220,6 @@ def _checked(replies: Sequence[object], *, skip: int) -> Iterator[object]:
     return iter(replies[skip:])
 
 
-def _drop(words: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:
-    for _ in range(min(count, len(words))):
-        words.popleft()
+def _drop(notices: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:
+    for _ in range(min(count, len(notices))):
+        notices.popleft()

@@ -35,6 +35,7 @@ from tiering.tier import (
     namespace_of,
     parse_header,
     store_error,
+    store_errors,
 )
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
@@ -89,16 +90,12 @@ class LocalAdmin(TierAdmin):
         return str(self.directory)
 
     def owner(self) -> str | None:
-        try:
+        with store_errors(f"cannot look at the lock of {self.directory}"):
             return owner_of(self.directory)
-        except OSError as error:
-            raise store_error(error, f"cannot look at the lock of {self.directory}") from error
 
     def open(self) -> None:
-        try:
+        with store_errors(f"cannot look at {self.directory}"):
             existing, wrong = nearest_existing(self.directory)
-        except OSError as error:
-            raise store_error(error, f"cannot look at {self.directory}") from error
         if wrong is not None:
             raise PermanentStoreError(f"{wrong.text}; {wrong.remedy}")
         if existing != self.directory:
@@ -113,7 +110,7 @@ class LocalAdmin(TierAdmin):
             same = one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
             outer, inner = sorted((one.resolve(), two.resolve()), key=lambda path: len(path.parts))
         except (OSError, RuntimeError):
-            return ""  # the check of the tier itself tells
+            return ""  # the check of the tier itself finds the reason
         if same:
             return f"{one} is the same directory as {two} of the tier {other.name}: an engine runs without this tier"
         below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
@@ -141,10 +138,8 @@ class LocalAdmin(TierAdmin):
         self._sweep(parent)
         self._check_space(parent, capacity)
         scratch = parent / f"{SCRATCH}{secrets.token_hex(4)}"
-        try:
+        with store_errors(f"cannot create {scratch}"):
             scratch.mkdir(mode=DIRECTORY_MODE)
-        except OSError as error:
-            raise store_error(error, f"cannot create {scratch}") from error
         try:
             yield self.options.model_copy(update={"path": str(scratch), "capacity": capacity})
         finally:
@@ -155,10 +150,8 @@ class LocalAdmin(TierAdmin):
             if not isinstance(options, LocalOptions):
                 return None
             directory = Path(options.path)
-            try:
+            with store_errors(f"cannot use {directory}"):
                 direct = probe_direct(self._files, directory, None)
-            except OSError as error:
-                raise store_error(error, f"cannot use {directory}") from error
             return device_speed(
                 directory, block_bytes + PAGE, depth, load=load, nbytes=nbytes, seconds=seconds, direct=direct
             )
@@ -170,10 +163,8 @@ class LocalAdmin(TierAdmin):
             OutOfSpaceError: the disk has less room than ``capacity``.
             StoreError: the disk cannot be looked at.
         """
-        try:
+        with store_errors(f"cannot look at {parent}"):
             room = os.statvfs(parent)
-        except OSError as error:
-            raise store_error(error, f"cannot look at {parent}") from error
         free = room.f_bavail * room.f_frsize
         if free < capacity:
             raise OutOfSpaceError(
@@ -260,15 +251,12 @@ class LocalAdmin(TierAdmin):
 
     def _segments(self) -> list[_Segment]:
         found: list[_Segment] = []
-        try:
-            with os.scandir(self.directory) as entries:
-                for entry in entries:
-                    shape = segment_shape(entry.name)
-                    if shape is not None and entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(_Segment(Path(entry.path), *shape, status.st_mtime, status.st_blocks * 512))
-        except OSError as error:
-            raise store_error(error, f"cannot list {self.directory}") from error
+        with store_errors(f"cannot list {self.directory}"), os.scandir(self.directory) as entries:
+            for entry in entries:
+                shape = segment_shape(entry.name)
+                if shape is not None and entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_Segment(Path(entry.path), *shape, status.st_mtime, status.st_blocks * 512))
         return sorted(found, key=lambda segment: segment.path.name)
 
     def _scan(self, segment: _Segment) -> list[StoredBlock]:
@@ -356,10 +344,8 @@ class LocalAdmin(TierAdmin):
                 epochs = {epoch for found in known_namespaces({name: content}, ()) for epoch in found.epochs}
                 if namespace_of(name) == namespace and epochs:
                     self._bases.update(dict.fromkeys(epochs, namespace))
-                    try:
+                    with store_errors(f"cannot remove the epoch document {name}"):
                         remove_durably(self._files, self.directory / "documents" / name)
-                    except OSError as error:
-                        raise store_error(error, f"cannot remove the epoch document {name}") from error
                     ended = True
         return ended
 
@@ -397,7 +383,7 @@ class LocalAdmin(TierAdmin):
         )
 
     def _delete(self, gone: Sequence[tuple[_Segment, list[StoredBlock]]], served: set[str]) -> None:
-        try:
+        with store_errors(f"cannot remove segments in {self.directory}"):
             if any(block.fingerprint in served for _, blocks in gone for block in blocks):
                 # It names blocks that go. Without it, the next start reads all headers.
                 self._files.unlink(self.directory / CHECKPOINT_NAME)
@@ -407,5 +393,3 @@ class LocalAdmin(TierAdmin):
                     self.removed_blocks += len(blocks)
                     self.removed_bytes += segment.nbytes
             self._files.sync_directory(self.directory)
-        except OSError as error:
-            raise store_error(error, f"cannot remove segments in {self.directory}") from error

@@ -12,17 +12,17 @@ from __future__ import annotations
 import logging
 import mmap
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from tiering import DeviceError, StoreError
-from tiering.tier import Chore, IoSide, Place, RateLimit, SlotIndex, store_error
+from tiering.tier import Chore, Place, RateLimit, store_errors
 from tiers.local.layout import PAGE
+from tiers.local.parts import LocalParts
 from tiers.local.store import LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
@@ -95,15 +95,13 @@ def exercise(store: LocalStore, slot: int) -> None:
     np.frombuffer(written[PAGE:], np.uint8).fill(_PATTERN)
     segments = store.segments
     ledger = segments.ledger(segment)
-    try:
+    with store_errors(f"slot {slot} failed its trial"):
         store.marks.mark(segment)
         ticket = ledger.begin_write()
         segments.write(segment, offset, [written])
         ledger.end_write(ticket, lambda: segments.sync(segment))
-        segments.forget_cached(segment, offset, len(written))
+        segments.drop_cached(segment, offset, len(written))
         complete = segments.read(segment, offset, [back]) == len(back)
-    except OSError as error:
-        raise store_error(error, f"slot {slot} failed its trial") from error
     if not complete or not np.array_equal(np.frombuffer(written, np.uint8), np.frombuffer(back, np.uint8)):
         raise DeviceError(f"slot {slot} failed its trial: the bytes read differ from the bytes written")
 
@@ -111,40 +109,23 @@ def exercise(store: LocalStore, slot: int) -> None:
 class BadSlots:
     """The bad slots of one local tier.
 
-    The scheduler's thread owns this object; trials and writes of the document are tasks of the I/O side.
+    Trials and writes of the document are tasks of the I/O side.
 
     Args:
-        name: the tier's name, for log lines.
-        store: the tier's store.
-        index: the index that takes slots out of use.
-        io: runs the tasks.
-        clock: returns monotonic seconds.
-        stop: set when the tier shuts down.
+        parts: parts of the tier, whose index takes slots out of use.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: LocalStore,
-        index: SlotIndex,
-        io: IoSide,
-        clock: Callable[[], float],
-        stop: threading.Event,
-    ) -> None:
-        self._name = name
-        self._store = store
-        self._index = index
-        self._io = io
-        self._clock = clock
-        self._stop = stop
+    def __init__(self, parts: LocalParts) -> None:
+        self._parts = parts
+        self._name, self._index, self._clock = parts.name, parts.index, parts.clock
         self._slots: dict[int, _BadSlot] = {}
-        self._document = store.geometry.bad_slots_document
+        self._document = parts.store.geometry.bad_slots_document
         self._unsaved = False
-        self._saving = Chore("bad-slots", io, clock, self._write)
-        self._trials = Chore("bad-slots", io, clock, self._try)
+        self._saving = Chore("bad-slots", parts.io, parts.clock, self._write)
+        self._trials = Chore("bad-slots", parts.io, parts.clock, self._try)
         self._saving.wake()
         self._writes_failed = False
-        self._lines = RateLimit(_LOG_PERIOD, clock)
+        self._lines = RateLimit(_LOG_PERIOD, parts.clock)
 
     @property
     def busy(self) -> bool:
@@ -202,14 +183,14 @@ class BadSlots:
 
     def tick(self, now: float) -> None:
         """Start the trials and the write of the document that are due."""
-        writable = not self._io.breakers.writes.state  # 0: the breaker is closed
+        writable = not self._parts.io.breakers.writes.state  # 0: the breaker is closed
         if self._writes_failed and writable:
             # An outage has ended. Slots that failed only once probably failed because of it.
             for entry in self._slots.values():
                 entry.due = min(entry.due, now) if entry.failures <= 1 else entry.due
             self._trials.due = now
         self._writes_failed = not writable
-        if not writable or self._stop.is_set():
+        if not writable or self._parts.stop.is_set():
             return
         if self._unsaved:
             self._saving.tick(now)
@@ -228,7 +209,7 @@ class BadSlots:
             (slot, entry.failures, wall + entry.due - now)
             for slot, entry in sorted(self._slots.items())[:_MOST_REMEMBERED]
         )
-        write = self._store.write_document
+        write = self._parts.store.write_document
         self._saving.run(lambda: write(self._document, document), self._saved)
 
     def _saved(self, result: None, error: BaseException | None) -> None:
@@ -251,10 +232,10 @@ class BadSlots:
 
         def try_all() -> None:
             for slot in due:
-                if self._stop.is_set():
+                if self._parts.stop.is_set():
                     return
                 try:
-                    exercise(self._store, slot)
+                    exercise(self._parts.store, slot)
                     outcomes[slot] = None
                 except StoreError as error:
                     outcomes[slot] = error
@@ -285,12 +266,12 @@ class BadSlots:
             )
 
     def clear(self) -> None:
-        """Forget all bad slots, because another directory is in place of the opened one."""
+        """Drop all bad slots, because another directory is in place of the opened one."""
         self._slots.clear()
         self._unsaved = False
 
-    def forget(self, start: int, stop: int) -> None:
-        """Forget slots [start, stop), whose segment is gone. A new segment lies elsewhere on the device."""
+    def drop(self, start: int, stop: int) -> None:
+        """Drop slots [start, stop), whose segment is gone. A new segment lies elsewhere on the device."""
         gone = [slot for slot in self._slots if start <= slot < stop]
         for slot in gone:
             del self._slots[slot]

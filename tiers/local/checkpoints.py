@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, Namespace, SlotIndex, store_error
+from tiering.tier import SEQUENCE, Backoff, Chore, Namespace, store_errors
 from tiers.local.checkpoint import CheckpointWriter
-from tiers.local.store import Inspection, LocalStore
+from tiers.local.parts import LocalParts
+from tiers.local.store import Inspection
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -17,7 +18,7 @@ SLICE_SLOTS = 8192
 _LAST_SLICE_SLOTS = 1 << 17
 """Slots copied together at the tier's shutdown, when no step is waiting."""
 
-RETRY_CHECKPOINT_SECONDS = 30.0
+RETRY_SECONDS = 30.0
 """Seconds from a failed checkpoint to the next one, at most."""
 
 
@@ -25,11 +26,7 @@ class Checkpoints(Chore):
     """Writes the checkpoints of one tier.
 
     Args:
-        name: the tier's name, for log lines.
-        store: the tier's store.
-        index: the index to copy.
-        io: runs the tasks.
-        clock: returns monotonic seconds.
+        parts: parts of the tier, whose index is copied.
         interval: seconds between two checkpoints.
         namespace: returns the present namespace; None while the tier has none.
         examine: receives the comparison of the directory that precedes each checkpoint.
@@ -37,21 +34,15 @@ class Checkpoints(Chore):
 
     def __init__(
         self,
-        name: str,
-        store: LocalStore,
-        index: SlotIndex,
-        io: IoSide,
-        clock: Callable[[], float],
+        parts: LocalParts,
         interval: float,
         namespace: Callable[[], Namespace | None],
         examine: Callable[[Inspection], object],
     ) -> None:
-        super().__init__("checkpoint", io, clock, self._begin, Backoff(RETRY_CHECKPOINT_SECONDS, jitter=0.0))
+        super().__init__("checkpoint", parts.io, parts.clock, self._begin, Backoff(RETRY_SECONDS, jitter=0.0))
         self.changed = False
         """True if the index has changed since the last checkpoint."""
-        self._name = name
-        self._store = store
-        self._index = index
+        self._name, self._store, self._index = parts.name, parts.store, parts.index
         self._interval = interval
         self._namespace = namespace
         self._examine = examine
@@ -107,10 +98,8 @@ class Checkpoints(Chore):
             inspection = store.inspect()
             if inspection.moved is not None:
                 return inspection, 0
-            try:
+            with store_errors("cannot begin a checkpoint"):
                 return inspection, marks.begin()
-            except OSError as error:
-                raise store_error(error, "cannot begin a checkpoint") from error
 
         def begun(started: tuple[Inspection, int] | None, error: BaseException | None) -> None:
             if started is None:
@@ -145,14 +134,12 @@ class Checkpoints(Chore):
         last = stop == store.geometry.num_slots
 
         def write() -> int:
-            try:
+            with store_errors("cannot write a checkpoint"):
                 writer.add(part)
                 if not last:
                     return 0
                 blocks = writer.finish(store.segments.modified())
                 store.marks.drop_before(writer.generation)
-            except OSError as error:
-                raise store_error(error, "cannot write a checkpoint") from error
             return blocks
 
         def written(blocks: int | None, error: BaseException | None) -> None:

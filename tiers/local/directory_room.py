@@ -22,8 +22,8 @@ LEAST_RESERVE = 4 << 20
 UNRESERVED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that reserve no space (fallocate)."""
 
-_GIVEN_UP_AT_ONCE = 8
-"""One of so many segments is given up at once, at least one."""
+_DROPPED_AT_ONCE = 8
+"""One of so many segments is dropped at once, at least one."""
 
 
 class Room:
@@ -106,10 +106,10 @@ class Room:
         return False
 
     def regain(self, worst: Sequence[int], *, relapsed: bool) -> bool:
-        """Give up segments until the disk takes writes again, a part of them at most; return True if it does.
+        """Drop segments until the disk takes writes again, a part of them at most; return True if it does.
 
         Args:
-            worst: segments that are given up first.
+            worst: segments that go first.
             relapsed: the disk has refused writes again since it took some.
         """
         segment_bytes = self._geometry.segment_bytes
@@ -119,7 +119,7 @@ class Room:
         size = self.reserve if relapsed else min(self.reserve, room)
         if size >= PAGE and self._has_space(size):
             return True
-        for _ in range(max(1, len(self._segments.existing()) // _GIVEN_UP_AT_ONCE)):
+        for _ in range(max(1, len(self._segments.existing()) // _DROPPED_AT_ONCE)):
             if not self.drop_one(worst):
                 return False
             if self._has_space(self.reserve):
@@ -165,18 +165,18 @@ class Room:
         """Free the space of one segment: the oldest that is not in use, or else the oldest of several in use.
 
         A segment in use is emptied, because open descriptors would keep a deleted file's space. The next inspection
-        reports the segment as damaged. Return False if there is no segment to give up.
+        reports the segment as damaged. Return False if no segment can be dropped.
 
         Args:
-            worst: segments in use that are given up first; default: none.
+            worst: segments in use that go first; default: none.
         """
         for stranger in self.strangers():
             if self._files.status(stranger).st_blocks:
                 logger.warning("%s is full: removing %s, which is not in use", self._directory, stranger.name)
                 self._files.unlink(stranger)
                 return True
-        given_up = self._segments.given_up
-        modified = {number: state[1] for number, state in self._segments.modified().items() if number not in given_up}
+        dropped = self._segments.dropped
+        modified = {number: state[1] for number, state in self._segments.modified().items() if number not in dropped}
         if len(modified) < 2:
             return False
         oldest = next(
@@ -186,7 +186,7 @@ class Room:
         logger.warning("%s is full: truncating %s; its blocks are lost", self._directory, path.name)
         fd = self._files.open(path, os.O_RDWR)
         try:
-            given_up.add(oldest)
+            dropped.add(oldest)
             self._files.truncate(fd, 0)
             self._files.fdatasync(fd)
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiering import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.tier import Files, store_error
+from tiering.tier import Files, store_error, store_errors
 from tiers.local.layout import DIRECTORY_MODE
 from tiers.local.lock import DirectoryLock
 
@@ -40,8 +40,8 @@ class Documents:
         """Device and inode of the directory of documents that :meth:`opened` found or this object made."""
         self._guard = threading.Lock()
         """Held while the directory of documents is made, so that no inspection takes it for a stranger's."""
-        self._gave_up = False
-        """True if a segment was given up for a document and no document has been written since."""
+        self._dropped_one = False
+        """True if a segment was dropped for a document and no document has been written since."""
 
     # ---------------------------------------------------------------------------------------------------- the directory
 
@@ -106,17 +106,17 @@ class Documents:
         except OSError as error:
             raise store_error(error, f"cannot read {path}") from error
 
-    def write(self, name: str, data: bytes, give_up: Callable[[], bool]) -> None:
+    def write(self, name: str, data: bytes, drop_one: Callable[[], bool]) -> None:
         """Replace a document atomically and durably.
 
         Args:
             name: name of the document.
             data: the new content.
-            give_up: frees space on a full disk, and returns True if it could. The tier needs its documents to enter
-                service.
+            drop_one: function that frees space on a full disk, and returns True if it could. The tier needs its
+                documents to enter service.
         """
         path = self._path_of(name)
-        try:
+        with store_errors(f"cannot write {path}"):
             self._require_opened()
             if not self._path.is_dir():
                 # Another process has removed the directory of documents. If the tier's directory is gone too, this call
@@ -128,35 +128,29 @@ class Documents:
             try:
                 self._files.replace(path, [data])
             except OSError as error:
-                # If a segment that was given up did not help, another one would not help either.
-                if not isinstance(store_error(error, ""), OutOfSpaceError) or self._gave_up:
+                # If a dropped segment did not help, another one would not help either.
+                if not isinstance(store_error(error, ""), OutOfSpaceError) or self._dropped_one:
                     raise
-                self._gave_up = give_up()
-                if not self._gave_up:
+                self._dropped_one = drop_one()
+                if not self._dropped_one:
                     raise
                 self._files.replace(path, [data])
-            self._gave_up = False
-        except OSError as error:
-            raise store_error(error, f"cannot write {path}") from error
+            self._dropped_one = False
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the documents that begin with ``prefix``."""
-        try:
+        with store_errors(f"cannot list {self._path}"):
             names = [path.name for path in self._path.iterdir()]
-        except OSError as error:
-            raise store_error(error, f"cannot list {self._path}") from error
         return [name for name in names if name.startswith(prefix) and _NAME.fullmatch(name)]
 
     def remove(self, name: str) -> None:
         """Make a document's content unreadable, durably."""
         path = self._path_of(name)
-        try:
+        with store_errors(f"cannot remove {path}"):
             # Also afterwards: the directory may be taken away in between.
             self._require_opened()
             remove_durably(self._files, path)
             self._require_opened()
-        except OSError as error:
-            raise store_error(error, f"cannot remove {path}") from error
 
     def _path_of(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

@@ -7,7 +7,6 @@ waits, without a limit. Until it succeeds, the slots that recovery has not retur
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.tier import SEQUENCE, Backoff, Chore, IoSide, OffloadKey, SlotIndex, TierStats, row_array
+from tiering.tier import SEQUENCE, Backoff, Chore, OffloadKey, TierStats, row_array
+from tiers.local.parts import LocalParts
 from tiers.local.recovery import RecoveredBatch, without
 
 logger = logging.getLogger("kv_tiering.local")
@@ -40,12 +40,8 @@ class RecoveryFeed(Chore):
     """The recovery of one tier's directory into the tier's index.
 
     Args:
-        name: the tier's name, for log lines.
-        index: the index that receives the blocks.
-        io: runs the recovery's tasks.
+        parts: parts of the tier, whose index receives the blocks.
         backoff: waits between attempts.
-        clock: returns monotonic seconds.
-        stop: set when the tier shuts down.
         stats: counts the blocks that a checkpoint names and that are lost.
         announce: called with the keys that became held.
         on_end: called when everything is merged.
@@ -53,24 +49,18 @@ class RecoveryFeed(Chore):
 
     def __init__(
         self,
-        name: str,
-        index: SlotIndex,
-        io: IoSide,
+        parts: LocalParts,
         backoff: Backoff,
-        clock: Callable[[], float],
-        stop: threading.Event,
         stats: TierStats,
         announce: Callable[[Sequence[OffloadKey]], None],
         on_end: Callable[[], None],
     ) -> None:
-        super().__init__("recovery", io, clock, self._fetch, backoff)
+        super().__init__("recovery", parts.io, parts.clock, self._fetch, backoff)
         self.scanned = False
         """True if headers contained blocks that the checkpoint does not have."""
         self.foreign = False
         """True if the recovered blocks belong to an epoch that was left meanwhile. Their slots become free."""
-        self._name = name
-        self._index = index
-        self._stop = stop
+        self._name, self._index, self._stop = parts.name, parts.index, parts.stop
         self._stats = stats
         self._announce = announce
         self._on_end = on_end
@@ -81,7 +71,7 @@ class RecoveryFeed(Chore):
         """True if the running recovery follows one that ended with an error."""
         self._interruptions = 0
         """Number of recoveries of this directory that ended with an error."""
-        self._told: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._returned: NDArray[np.bool_] = np.zeros(0, np.bool_)
         """Mask of the slots that recovery has returned."""
         self._batches: deque[RecoveredBatch] = deque()
         self._merged = 0
@@ -99,7 +89,7 @@ class RecoveryFeed(Chore):
             recover: returns the recovery's batches; called with None first, and again after an error, with a mask of
                 the slots that were already returned.
         """
-        self._told = row_array(self._index.num_slots, np.bool_)
+        self._returned = row_array(self._index.num_slots, np.bool_)
         self._begin_again = recover
         self._recovery = recover(None)
         self._complete = self._resumed = self.foreign = False
@@ -146,7 +136,7 @@ class RecoveryFeed(Chore):
             return
         if getgeneratorstate(self._recovery) == GEN_CLOSED:
             # The last recovery ended with an error. The next one leaves out the slots that were already returned.
-            self._recovery = self._begin_again(self._told)
+            self._recovery = self._begin_again(self._returned)
             self._resumed = True
         recovery = self._recovery
         self.run(lambda: next(recovery, None), self._fetched)
@@ -177,12 +167,12 @@ class RecoveryFeed(Chore):
 
     def _take(self, batch: RecoveredBatch) -> None:
         if self._resumed:
-            batch = without(batch, self._told)
+            batch = without(batch, self._returned)
         slots = (batch.slots, batch.free, batch.foreign)
         if self.failures and any(map(len, slots)):
             self.succeeded()
-        for told in slots:
-            self._told[told] = True
+        for returned in slots:
+            self._returned[returned] = True
         self._batches.append(batch)
         self._merge()
         self.start()
@@ -232,7 +222,7 @@ class RecoveryFeed(Chore):
         if self._interruptions:
             logger.info("tier %s: recovery is complete after %d interruption(s)", self._name, self._interruptions)
         self._recovery = self._begin_again = None
-        self._told = np.zeros(0, np.bool_)
+        self._returned = np.zeros(0, np.bool_)
         self.foreign = False
         self._index.end_recovery()
         self._on_end()

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiering.tier import Chore, IoSide, IoTask, RateLimit, SlotIndex
+from tiering.tier import Backoff, Chore, IoTask, RateLimit
 from tiers.local.new_segments import SegmentPace
-from tiers.local.store import Inspection, LocalStore
+from tiers.local.parts import LocalParts
+from tiers.local.store import Inspection
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -31,14 +32,10 @@ _LOG_PERIOD = 3600.0
 
 
 class Growth:
-    """The segments of one tier, as far as its index knows them.
+    """The segments of one tier, whose slots are in its index or will be.
 
     Args:
-        name: the tier's name, for log lines.
-        store: the tier's store.
-        index: the index that receives the slots.
-        io: runs the tasks.
-        clock: returns monotonic seconds.
+        parts: parts of the tier, whose index receives the slots.
         examine: receives the comparison of the directory that precedes each new segment. It returns True if the
             directory is still the opened one.
         places_wanted: returns the number of places that stores wait for.
@@ -47,20 +44,13 @@ class Growth:
 
     def __init__(
         self,
-        name: str,
-        store: LocalStore,
-        index: SlotIndex,
-        io: IoSide,
-        clock: Callable[[], float],
+        parts: LocalParts,
         examine: Callable[[Inspection], bool],
         places_wanted: Callable[[], int],
         recovering: Callable[[], bool],
     ) -> None:
-        self._name = name
-        self._store = store
-        self._index = index
-        self._io = io
-        self._clock = clock
+        self._name, self._store, self._index = parts.name, parts.store, parts.index
+        self._io, self._clock = parts.io, parts.clock
         self._examine = examine
         self._places_wanted = places_wanted
         self._recovering = recovering
@@ -68,7 +58,7 @@ class Growth:
         """True from refused writes until the disk takes writes again, also without the refused slots."""
         self._restored = float("-inf")
         """Time when slots that the disk had refused were taken back into use."""
-        self._per_segment = store.geometry.slots_per_segment
+        self._per_segment = parts.store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
         self._pace: SegmentPace | None = None
@@ -79,10 +69,10 @@ class Growth:
         The segment waits until slots are needed.
         """
         self._no_space_until = float("-inf")
-        self._refusals = 0
-        """Number of attempts in a row to add a segment that failed."""
-        self._add_lines, self._write_lines = RateLimit(_LOG_PERIOD, clock), RateLimit(_LOG_PERIOD, clock)
-        self._tidy = Chore("tidy", io, clock, lambda: self._tidy.run(store.tidy, self._tidied))
+        self._waits = Backoff(RETRY_SPACE_SECONDS, RETRY_SPACE_MOST, jitter=0.0)
+        """Waits between attempts to add a segment."""
+        self._add_lines, self._write_lines = RateLimit(_LOG_PERIOD, parts.clock), RateLimit(_LOG_PERIOD, parts.clock)
+        self._tidy = Chore("tidy", parts.io, parts.clock, lambda: self._tidy.run(parts.store.tidy, self._tidied))
         self._stopped = False
 
     @property
@@ -114,25 +104,25 @@ class Growth:
     def stop(self) -> None:
         """Add no more segments, because the tier shuts down."""
         self._stopped = True
-        self._tell_index()
+        self._set_growing()
         if self._pace is not None:
             self._pace.drop()
 
     def start_over(self) -> None:
-        """Forget all segments, because another directory is in place of the opened one."""
+        """Drop all segments, because another directory is in place of the opened one."""
         self._seen.clear()
         self._complete = self._spares_strangers = self._refused = False
-        self._refusals = 0
+        self._waits.succeeded()
         self._no_space_until = float("-inf")
-        self._tell_index()
+        self._set_growing()
         if self._pace is not None:
             self._pace.drop()
 
-    def lose(self, number: int) -> None:
-        """Forget a damaged segment; it is replaced."""
+    def drop(self, number: int) -> None:
+        """Drop a damaged segment; a new one takes its place."""
         self._seen.discard(number)
         self._complete = False
-        self._tell_index()
+        self._set_growing()
 
     def writes_refused(self, blocks: int, reason: str) -> None:
         """Wait before slots are used again for which the disk has no space.
@@ -143,7 +133,7 @@ class Growth:
         """
         if count := self._write_lines.admit(blocks):
             logger.warning(
-                "tier %s: %d block(s) could not be written, using %d slots: %s; trying again in %.0f s, and giving up "
+                "tier %s: %d block(s) could not be written, using %d slots: %s; trying again in %.0f s, and dropping "
                 "a segment then if that is still so",
                 self._name,
                 count,
@@ -156,8 +146,7 @@ class Growth:
 
     def _no_segment(self, reason: str) -> None:
         """Wait before the next segment, longer each time, because the disk is full."""
-        seconds = min(RETRY_SPACE_SECONDS * 2**self._refusals, RETRY_SPACE_MOST)
-        self._refusals = min(self._refusals + 1, 16)
+        seconds = self._waits.failed()
         if count := self._add_lines.admit():
             logger.warning(
                 "tier %s: %s; going on with %d slots; attempt %d since the last line, and the next is in %.0f s",
@@ -174,9 +163,9 @@ class Growth:
         now = self._clock()
         if now >= self._no_space_until:
             self._no_space_until = now + seconds
-        self._tell_index()
+        self._set_growing()
 
-    def _tell_index(self) -> bool:
+    def _set_growing(self) -> bool:
         """Keep the index from evicting blocks while a part of the capacity is unused, or not recovered yet.
 
         Returns:
@@ -187,7 +176,7 @@ class Growth:
         return may_add
 
     def _grow(self) -> None:
-        may_add = self._tell_index()
+        may_add = self._set_growing()
         free, wanted = self._index.free, self._places_wanted()
         if self._pace is not None:
             if free < max(1, wanted):
@@ -222,16 +211,16 @@ class Growth:
         if not self._examine(inspection):
             return
         if number is not None:
-            self._refusals = 0
+            self._waits.succeeded()
             self._add(number)
             if self._index.free < self._places_wanted():
                 self._grow()
         elif not inspection.damaged and not self._spares_strangers:
             self._complete = not self._index.states.full
-            self._tell_index()
+            self._set_growing()
 
     def _regain(self, refused: set[int]) -> None:
-        """Give up segments until the disk takes writes again, and use the slots again that it had refused.
+        """Drop segments until the disk takes writes again, and use the slots again that it had refused.
 
         The segments with most of these slots are the first, because they hold the fewest blocks.
         """

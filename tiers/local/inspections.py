@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from tiering.tier import Chore, IoSide, RateLimit
-from tiers.local.store import Inspection, LocalStore
+from tiering.tier import Chore, RateLimit
+from tiers.local.parts import LocalParts
+from tiers.local.store import Inspection
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -23,29 +24,19 @@ class Inspections(Chore):
     """Compares the directory of one tier with the open store.
 
     Args:
-        name: the tier's name, for log lines.
-        store: the tier's store.
-        io: runs the task.
-        clock: returns monotonic seconds.
+        parts: parts of the tier.
         examine: receives the differences.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: LocalStore,
-        io: IoSide,
-        clock: Callable[[], float],
-        examine: Callable[[Inspection], object],
-    ) -> None:
-        super().__init__("inspect", io, clock, lambda: self.run(store.inspect, self._ended))
+    def __init__(self, parts: LocalParts, examine: Callable[[Inspection], object]) -> None:
+        super().__init__("inspect", parts.io, parts.clock, lambda: self.run(parts.store.inspect, self._ended))
         self.wanted = False
-        """True asks for an inspection in the ordinary time after the last one, or now if that has passed."""
-        self._name = name
+        """True makes an inspection due in the ordinary time after the last one, or now if that has passed."""
+        self._name = parts.name
         self._examine = examine
         self._at = float("-inf")
         """Time of the last inspection."""
-        self._lines = RateLimit(_LOG_PERIOD, clock)
+        self._lines = RateLimit(_LOG_PERIOD, parts.clock)
 
     def hurry(self, *, now: bool = False) -> None:
         """Inspect the directory soon after the last inspection, for a reason.

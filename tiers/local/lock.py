@@ -125,7 +125,7 @@ class DirectoryLock:
             self.read_only = False
         return fd
 
-    def lost(self) -> str | None:
+    def broken(self) -> str | None:
         """Return the reason why the lock does not protect the directory any more; None if it does.
 
         A removed lock file is made again.

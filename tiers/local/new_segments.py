@@ -46,7 +46,7 @@ class SegmentPace:
         self._share = share
         self._pieces = pieces
         self._hurry = Flag()
-        self.abandoned = False
+        self.dropped = False
         """True if the segment is not needed any more."""
         self._began: float | None = None
 
@@ -75,7 +75,7 @@ class SegmentPace:
 
         A file whose space could not be reserved is not written to its end then.
         """
-        self.abandoned = True
+        self.dropped = True
         self._hurry.set()
 
 
@@ -128,7 +128,7 @@ class NewSegments:
         segments are added.
 
         Args:
-            pace: amount of the writes ahead; ends the creation early once it is abandoned.
+            pace: amount of the writes ahead; ends the creation early once it is dropped.
 
         Raises:
             OutOfSpaceError: other files leave no room for a segment.
@@ -145,7 +145,7 @@ class NewSegments:
         counted: int | None = None
         for _ in range(min(self._geometry.max_segments, max(1, FIRST_BYTES // segment_bytes), FIRST_SEGMENTS)):
             if created:
-                if pace.abandoned:
+                if pace.dropped:
                     break
                 if counted is None:
                     counted = used_bytes_of_few(self._directory, COUNTED_AT_ONCE)
@@ -253,7 +253,7 @@ class NewSegments:
         zeros = memoryview(mmap.mmap(-1, min(FILL_BYTES, self._geometry.segment_bytes)))
         offset, end = 0, self._geometry.segment_bytes
         while offset < end and (pace.proceed() or wholly):
-            if pace.abandoned:
+            if pace.dropped:
                 raise OSError(errno.ECANCELED, "the tier is closing")
             part = zeros[: end - offset]
             self._files.write_all(fd, part, offset)

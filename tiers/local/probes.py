@@ -44,18 +44,12 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
     """
     try:
         geometry = SegmentGeometry.plan(options.capacity, block_bytes, options.segment_size)
-        yield Finding(
-            Severity.OK,
-            "capacity",
-            f"{format_bytes(options.capacity)} hold {geometry.num_slots:,} blocks of {format_bytes(block_bytes)}",
-        )
+        text = f"{format_bytes(options.capacity)} hold {geometry.num_slots:,} blocks of {format_bytes(block_bytes)}"
+        yield Finding(Severity.OK, "capacity", text)
     except ConfigError as error:
-        yield Finding(
-            Severity.ERROR,
-            "capacity",
-            str(error),
-            "raise the capacity (a unit may be missing: 8GiB, not 8), or lower the size of a block",
-        )
+        text = str(error)
+        remedy = "raise the capacity (a unit may be missing: 8GiB, not 8), or lower the size of a block"
+        yield Finding(Severity.ERROR, "capacity", text, remedy)
         return
     existing = directory
     try:
@@ -67,12 +61,8 @@ def probe_directory(options: LocalOptions, directory: Path, block_bytes: int, fi
             yield Finding(Severity.INFO, "directory", f"{directory} does not exist yet; the engine creates it")
         yield from _probe_existing(options, directory, existing, files, geometry.least_capacity)
     except OSError as error:
-        yield Finding(
-            Severity.ERROR,
-            "directory",
-            f"{existing} cannot be used: {error.strerror or error}",
-            _REMEDIES.get(error.errno or 0, "choose another path"),
-        )
+        text = f"{existing} cannot be used: {error.strerror or error}"
+        yield Finding(Severity.ERROR, "directory", text, _REMEDIES.get(error.errno or 0, "choose another path"))
 
 
 def nearest_existing(directory: Path) -> tuple[Path, Finding | None]:
@@ -149,52 +139,35 @@ def _unusable(path: Path) -> str:
 
 def _probe_rights(directory: Path, existing: Path) -> Iterator[Finding]:
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        yield Finding(
-            Severity.ERROR,
-            "writable",
-            f"the file system of {existing} is read-only; blocks are served and none are stored",
-            "remount it read-write; Linux also remounts a failing disk read-only (see the kernel's log)",
-        )
+        text = f"the file system of {existing} is read-only; blocks are served and none are stored"
+        remedy = "remount it read-write; Linux also remounts a failing disk read-only (see the kernel's log)"
+        yield Finding(Severity.ERROR, "writable", text, remedy)
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield Finding(
-            Severity.ERROR,
-            "writable",
-            f"user {os.geteuid()} may not write in {existing}",
-            f"chown or chmod {existing} for the engine's user, or choose another path",
-        )
+        text = f"user {os.geteuid()} may not write in {existing}"
+        remedy = f"chown or chmod {existing} for the engine's user, or choose another path"
+        yield Finding(Severity.ERROR, "writable", text, remedy)
     else:
         yield Finding(Severity.OK, "writable", f"user {os.geteuid()} may write in {existing}")
     mode = stat.S_IMODE(existing.stat().st_mode)
     if existing == directory and mode & (stat.S_IWGRP | stat.S_IWOTH):
-        yield Finding(
-            Severity.WARNING,
-            "permissions",
-            f"other users may write in {directory} (mode {mode:03o}), and could remove or replace blocks",
-            f"chmod go-w {directory}",
-        )
+        text = f"other users may write in {directory} (mode {mode:03o}), and could remove or replace blocks"
+        yield Finding(Severity.WARNING, "permissions", text, f"chmod go-w {directory}")
 
 
 def _probe_file_system(existing: Path) -> Iterator[Finding]:
     kind, device = file_system(existing)
     text = f"{kind} on {device}"
     if kind in _NETWORK or kind.startswith("fuse."):
-        yield Finding(
-            Severity.WARNING,
-            "file system",
-            f"{text}: a network file system; locks, O_DIRECT and latency are not those of a disk",
-            "use a local disk; for a medium that machines share, use the s3 tier",
-        )
+        text = f"{text}: a network file system; locks, O_DIRECT and latency are not those of a disk"
+        remedy = "use a local disk; for a medium that machines share, use the s3 tier"
+        yield Finding(Severity.WARNING, "file system", text, remedy)
     elif kind in _MEMORY:
         yield Finding(
             Severity.WARNING, "file system", f"{text}: memory, not a disk", "use a disk, or raise primary.capacity"
         )
     elif kind == "overlay":
-        yield Finding(
-            Severity.WARNING,
-            "file system",
-            f"{text}: the container's own layer, which is slow and is lost with the container",
-            "mount a volume on NVMe (ext4 or xfs) there",
-        )
+        text = f"{text}: the container's own layer, which is slow and is lost with the container"
+        yield Finding(Severity.WARNING, "file system", text, "mount a volume on NVMe (ext4 or xfs) there")
     else:
         yield Finding(Severity.OK if kind in _GOOD else Severity.INFO, "file system", text)
 
@@ -215,20 +188,12 @@ def _probe_room(options: LocalOptions, directory: Path, existing: Path, files: F
             Severity.ERROR, "free space", f"{existing} is on {kind}, which stores no files", "choose a path on a disk"
         )
     elif size < options.capacity:
-        yield Finding(
-            Severity.ERROR,
-            "free space",
-            f"{text}: the whole file system has only {format_bytes(size)}",
-            f"{lower}use a larger disk",
-        )
+        text = f"{text}: the whole file system has only {format_bytes(size)}"
+        yield Finding(Severity.ERROR, "free space", text, f"{lower}use a larger disk")
     elif free + used < options.capacity:
         # With room for no block at all, the tier stores nothing.
-        yield Finding(
-            Severity.WARNING if lower else Severity.ERROR,
-            "free space",
-            f"{text}: the disk is full before eviction begins",
-            f"{lower}free some space",
-        )
+        text = f"{text}: the disk is full before eviction begins"
+        yield Finding(Severity.WARNING if lower else Severity.ERROR, "free space", text, f"{lower}free some space")
     else:
         yield Finding(Severity.OK, "free space", text)
 
@@ -236,12 +201,9 @@ def _probe_room(options: LocalOptions, directory: Path, existing: Path, files: F
 def _probe_open_files() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_OPEN + _SPARE_FILES:
-        yield Finding(
-            Severity.WARNING,
-            "open files",
-            f"the limit is {soft}; the tier keeps up to {MAX_OPEN} files open",
-            "raise it: ulimit -n 65536 (docker: --ulimit nofile=65536; systemd: LimitNOFILE)",
-        )
+        text = f"the limit is {soft}; the tier keeps up to {MAX_OPEN} files open"
+        remedy = "raise it: ulimit -n 65536 (docker: --ulimit nofile=65536; systemd: LimitNOFILE)"
+        yield Finding(Severity.WARNING, "open files", text, remedy)
 
 
 def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) -> Iterator[Finding]:
@@ -262,12 +224,8 @@ def _probe_direct(directory: Path, existing: Path, files: Files, *, live: bool) 
     if direct:
         yield Finding(Severity.OK, "O_DIRECT", "the file system takes it; the page cache stays free")
     else:
-        yield Finding(
-            Severity.WARNING,
-            "O_DIRECT",
-            "the file system declines it; reads and writes go through the page cache and cost more CPU",
-            "use ext4 or xfs on a local disk",
-        )
+        text = "the file system declines it; reads and writes go through the page cache and cost more CPU"
+        yield Finding(Severity.WARNING, "O_DIRECT", text, "use ext4 or xfs on a local disk")
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:

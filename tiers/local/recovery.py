@@ -180,13 +180,7 @@ class _Recovery:
     def from_checkpoint(
         self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]
     ) -> Generator[RecoveredBatch, None, None]:
-        per_segment = self._geometry.slots_per_segment
-        clean = np.zeros(self._geometry.num_slots, np.bool_)
-        there = clean.copy()
-        for number in self._numbers:
-            there[number * per_segment : (number + 1) * per_segment] = True
-            if number not in marked and number not in changed:
-                clean[number * per_segment : (number + 1) * per_segment] = True
+        there, clean = self._slots_mask(self._numbers), self._slots_mask({*self._numbers} - marked - changed)
         doubtful = checkpoint.written[_within(checkpoint.written, clean)].astype(np.int64)
         clean[doubtful] = False
         unclaimed = clean.copy()
@@ -195,26 +189,17 @@ class _Recovery:
         unclaimed[foreign] = False
         lost = len(checkpoint) - int(np.count_nonzero(_within(checkpoint.slots, there)))
         if lost and self._known is None:
-            directory = self._segments.directory
-            logger.warning(
-                "%s: %d block(s) are lost: their segments are gone, or beyond the capacity",
-                directory,
-                lost,
-            )
+            text = "%s: %d block(s) are lost: their segments are gone, or beyond the capacity"
+            logger.warning(text, self._segments.directory, lost)
         if changed and self._known is None:
-            logger.warning(
-                "%s: %d segment(s) are not the files in the checkpoint; reading their headers",
-                self._segments.directory,
-                len(changed),
-            )
+            text = "%s: %d segment(s) are not the files in the checkpoint; reading their headers"
+            logger.warning(text, self._segments.directory, len(changed))
         yield RecoveredBatch(seen=checkpoint.sequence, lost=lost)
         yield from _in_pieces(np.flatnonzero(unclaimed), foreign)
 
         found = _Found(checkpoint)
-        for unsure in [
-            doubtful,
-            *(self._slots_of(number) for number in self._numbers if number in marked or number in changed),
-        ]:
+        doubted = marked | changed
+        for unsure in (doubtful, *(self._slots_of(number) for number in self._numbers if number in doubted)):
             found.add(unsure, self._scan(unsure), self._fingerprint)
         if self._stop.is_set():
             return
@@ -230,10 +215,9 @@ class _Recovery:
         yield from found.batches()
 
     def _slots_mask(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
-        per_segment = self._geometry.slots_per_segment
         mask = np.zeros(self._geometry.num_slots, np.bool_)
         for number in numbers:
-            mask[number * per_segment : (number + 1) * per_segment] = True
+            mask[self._slots_of(number)] = True
         return mask
 
     def _slots_of(self, number: int) -> Rows:
@@ -378,7 +362,7 @@ class _Found:
             self._free.append(other)
 
     def confirm(self, slot: int, key: bytes) -> bool:
-        """Return True if ``slot`` holds the block of ``key``, as the checkpoint says.
+        """Return True if ``slot`` holds the block of ``key``, as the checkpoint has it.
 
         The checkpoint's entry counts then.
         """

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from tiering import ConfigError
 from tiering.tier import Files
@@ -165,7 +165,7 @@ class Damage:
     """Device and inode of the file before the damage."""
     reason: str
     """The damage as text for people; continues a sentence that begins with the file's name."""
-    given_up: bool = False
+    dropped: bool = False
     """True if this tier emptied the file itself, to make room; default: False."""
 
 
@@ -211,7 +211,7 @@ class Segments:
         self._lock = threading.Lock()
         self._identities: dict[int, tuple[int, int]] = {}
         """Device and inode of each segment in use."""
-        self.given_up: set[int] = set()
+        self.dropped: set[int] = set()
         """Segments that were emptied to make room, and are in use until :meth:`disown`."""
         self._fds: dict[int, int] = {}
         self._unsynced: dict[int, list[tuple[int, int]]] = {}
@@ -232,12 +232,12 @@ class Segments:
         if fd is None and len(self._fds) < MAX_OPEN:
             with self._lock:
                 fd = self._fds.get(segment)
-                if fd is None and (fd := self._open(segment, self.flags, refused=reading)) is not None:
+                if fd is None and (fd := self._try_open(segment, reading=reading)) is not None:
                     self._fds[segment] = fd
         if fd is not None:
             yield fd
             return
-        passing = self._open(segment, self.flags, refused=reading)
+        passing = self._try_open(segment, reading=reading)
         if passing is None:
             # The file system was made read-only since this tier was opened. Its blocks can still be read.
             passing = self._open(segment, os.O_RDONLY | self.flags & os.O_DIRECT)
@@ -246,25 +246,23 @@ class Segments:
         finally:
             self.files.close(passing)
 
-    @overload
-    def _open(self, segment: int, flags: int) -> int: ...
+    def _try_open(self, segment: int, *, reading: bool) -> int | None:
+        """Return a descriptor of ``segment``; None if the file system is read-only and ``reading`` is True."""
+        try:
+            return self._open(segment, self.flags)
+        except OSError as error:
+            if reading and error.errno == errno.EROFS:
+                return None
+            raise
 
-    @overload
-    def _open(self, segment: int, flags: int, *, refused: bool) -> int | None: ...
-
-    def _open(self, segment: int, flags: int, *, refused: bool = False) -> int | None:
-        """Return a descriptor of ``segment``; None if ``refused`` is True and the file system is read-only.
+    def _open(self, segment: int, flags: int) -> int:
+        """Return a descriptor of ``segment``.
 
         Raises:
             OSError: the file cannot be opened; with ENOENT if another file is in the segment's place.
         """
         path = self.directory / self.geometry.segment_name(segment)
-        try:
-            fd = self.files.open(path, flags)
-        except OSError as error:
-            if refused and error.errno == errno.EROFS:
-                return None
-            raise
+        fd = self.files.open(path, flags)
         found = os.fstat(fd)
         if self._identities.get(segment) != (found.st_dev, found.st_ino):
             self.files.close(fd)
@@ -326,7 +324,7 @@ class Segments:
         with self._descriptor(segment) as fd:
             self.files.fdatasync(fd)
 
-    def forget_cached(self, segment: int, offset: int, length: int) -> None:
+    def drop_cached(self, segment: int, offset: int, length: int) -> None:
         """Make the next read of a range come from the device."""
         if not self.direct:
             with self._descriptor(segment) as fd:
@@ -422,8 +420,8 @@ class Segments:
             else:
                 same = (found.st_dev, found.st_ino) == identity
                 reason = self._repair(number, found) if same else "was replaced by another file"
-            if number in self.given_up:
-                damaged.append(Damage(number, identity, "is given up to make room", given_up=True))
+            if number in self.dropped:
+                damaged.append(Damage(number, identity, "was dropped to make room", dropped=True))
             elif reason is not None:
                 damaged.append(Damage(number, identity, reason))
         return tuple(damaged)
@@ -437,7 +435,7 @@ class Segments:
             if self._identities.get(damage.number) != damage.identity:
                 return False
             del self._identities[damage.number]
-            self.given_up.discard(damage.number)
+            self.dropped.discard(damage.number)
             return True
 
     def _repair(self, number: int, found: os.stat_result) -> str | None:

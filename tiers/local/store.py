@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import DeviceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
-from tiering.tier import BatchStore, BlockIO, Done, Files, Outcome, StoreTraits, store_error
+from tiering.tier import BatchStore, BlockIO, Done, Files, Outcome, StoreTraits, store_error, store_errors
 from tiers.local.direct import probe_direct
 from tiers.local.directory_room import Room
 from tiers.local.documents import Documents
@@ -123,10 +123,8 @@ class LocalStore(BatchStore):
             raise TemporaryStoreError(
                 f"nothing is mounted at {self._mount} any more, where {self.directory} was; mount its disk again"
             )
-        try:
+        with store_errors(f"cannot create {self.directory}"):
             self._documents.make()
-        except OSError as error:
-            raise store_error(error, f"cannot create {self.directory}") from error
         self._lock.acquire()
         try:
             self._surroundings.warn(read_only=self._lock.read_only)
@@ -185,15 +183,13 @@ class LocalStore(BatchStore):
             StoreError: the directory cannot be inspected.
         """
         segments = self.segments
-        try:
-            moved = self._lock.lost() or self._documents.moved()
+        with store_errors(f"cannot look into {self.directory}"):
+            moved = self._lock.broken() or self._documents.moved()
             if moved is not None:
                 return Inspection(moved=moved)
             if segments.read_only and self._lock.takes_writes():
                 return Inspection(moved="can be written again", kept=True)
             return Inspection(segments.inspect())
-        except OSError as error:
-            raise store_error(error, f"cannot look into {self.directory}") from error
 
     def tidy(self) -> None:
         """Delete segments that this engine cannot use until the directory is within the capacity.
@@ -201,26 +197,22 @@ class LocalStore(BatchStore):
         Raises:
             StoreError: the files in the directory cannot be counted or deleted.
         """
-        try:
+        with store_errors(f"cannot count what is in {self.directory}"):
             if not self.segments.read_only:
                 self.new_segments.room.make(0)
-        except OSError as error:
-            raise store_error(error, f"cannot count what is in {self.directory}") from error
 
     def regain(self, worst: Sequence[int], *, relapsed: bool) -> bool:
-        """Give up segments until the disk takes writes again, a part of them at most; return True if it does.
+        """Drop segments until the disk takes writes again, a part of them at most; return True if it does.
 
         Args:
-            worst: segments that are given up first.
+            worst: segments that go first.
             relapsed: the disk has refused writes again since it took some.
 
         Raises:
-            StoreError: no segment can be given up.
+            StoreError: no segment can be dropped.
         """
-        try:
+        with store_errors(f"cannot drop a segment in {self.directory}"):
             return not self.segments.read_only and self.new_segments.room.regain(worst, relapsed=relapsed)
-        except OSError as error:
-            raise store_error(error, f"cannot give up a segment in {self.directory}") from error
 
     def close(self) -> None:
         self._new_segments = None

@@ -37,6 +37,7 @@ from tiers.local.growth import Growth
 from tiers.local.inspections import Inspections
 from tiers.local.layout import tier_directory
 from tiers.local.local_options import LocalOptions
+from tiers.local.parts import LocalParts
 from tiers.local.recovery import Remembered, recover
 from tiers.local.segments import Damage, SegmentGeometry
 from tiers.local.store import Inspection, LocalStore
@@ -91,43 +92,25 @@ class LocalTier(BlockTier):
         super().__init__(context, options, store, index, io=io)
         self._stop = threading.Event()
         self._closing_down = False
-        self._bad_slots = BadSlots(context.name, store, index, self.io, context.clock, self._stop)
-        self._feed = RecoveryFeed(
-            context.name,
-            index,
-            self.io,
-            Backoff(options.breaker.probe_after, options.breaker.probe_max),
-            context.clock,
-            self._stop,
-            self.stats,
-            self.announce_stored,
-            self._recovered,
-        )
+        parts = LocalParts(context.name, store, index, self.io, context.clock, self._stop)
+        attempts = options.breaker.probe_after, options.breaker.probe_max
+        self._bad_slots = BadSlots(parts)
+        self._feed = RecoveryFeed(parts, Backoff(*attempts), self.stats, self.announce_stored, self._recovered)
         self._growth = Growth(
-            context.name,
-            store,
-            index,
-            self.io,
-            context.clock,
+            parts,
             self._examine_between,
             lambda: self._jobs.places_wanted,
             lambda: self._feed.active and not self._feed.failing,
         )
-        self._inspections = Inspections(context.name, store, self.io, context.clock, self._examine)
-        self._checkpoints = Checkpoints(
-            context.name,
-            store,
-            index,
-            self.io,
-            context.clock,
-            options.checkpoint_interval,
-            lambda: self.namespace,
-            self._examine_between,
+        self._inspections = Inspections(parts, self._examine)
+        self.checkpoints = Checkpoints(
+            parts, options.checkpoint_interval, lambda: self.namespace, self._examine_between
         )
+        """Checkpoints of the block table."""
         self._recovery_began = 0.0
         self._closing = Chore("reopen", self.io, context.clock, self._close_store)
         """Closes a store whose directory is to be opened again."""
-        self._reopenings = Backoff(options.breaker.probe_after, options.breaker.probe_max)
+        self._reopenings = Backoff(*attempts)
         self._kept_until = float("-inf")
         """Time until which a directory whose blocks are kept is not opened again; it serves meanwhile."""
         self._starting_over = False
@@ -141,20 +124,6 @@ class LocalTier(BlockTier):
         """True while slots are unseen because their content is not known yet."""
         return self._feed.active
 
-    @property
-    def checkpoint_pending(self) -> bool:
-        """True if a checkpoint is being written or about to be written."""
-        return self._checkpoints.pending
-
-    @property
-    def inspecting(self) -> bool:
-        """True while the directory is compared with the open store."""
-        return self._inspections.running
-
-    def request_checkpoint(self) -> None:
-        """Write a checkpoint in the next steps, without waiting for the end of the interval."""
-        self._checkpoints.request()
-
     # ------------------------------------------------------------------------------------------------------------ hooks
 
     def open(self, deadline: float) -> bool:
@@ -167,7 +136,7 @@ class LocalTier(BlockTier):
         store = self.store
         self._bad_slots.load(store.bad_slots)
         self._recovery_began = self.context.clock()
-        self._checkpoints.wait_an_interval()
+        self.checkpoints.wait_an_interval()
         remembered, store.remembered = store.remembered, Remembered()
         if remembered.segments:
             self._feed.begin(partial(recover, store.segments, remembered, namespace.fingerprint, self._stop))
@@ -175,7 +144,7 @@ class LocalTier(BlockTier):
 
     def on_left(self) -> None:
         self._feed.foreign = self._feed.active
-        self._checkpoints.drop()
+        self.checkpoints.drop()
 
     def on_epoch(self, namespace: Namespace) -> None:
         if self._starting_over:
@@ -185,7 +154,7 @@ class LocalTier(BlockTier):
             return
         self._feed.foreign = self._feed.active
         # Until a checkpoint of this epoch is written, a restart would have to read every header.
-        self._checkpoints.request()
+        self.checkpoints.request()
 
     def on_step(self) -> float:
         feed, now = self._feed, self._clock()
@@ -212,8 +181,8 @@ class LocalTier(BlockTier):
             self._inspections.tick(now)
         self._growth.tick(now)
         # While recovery runs, the index does not have all blocks.
-        if not recovers and (self._checkpoints.copying or now >= self._checkpoints.due):
-            self._checkpoints.tick(now)
+        if not recovers and (self.checkpoints.copying or now >= self.checkpoints.due):
+            self.checkpoints.tick(now)
         return 0.0 if recovers or self._starting_over else math.inf
 
     def retire(self, places: Sequence[Place]) -> None:
@@ -243,7 +212,7 @@ class LocalTier(BlockTier):
             self._suspect(suspects)
         if job.is_promotion:
             return
-        self._checkpoints.changed = True
+        self.checkpoints.changed = True
         full = [position for position, outcome in enumerate(job.outcomes) if _is_full(outcome)] if failed else []
         if full:
             keys = [job.moved[position] for position in full]
@@ -264,12 +233,12 @@ class LocalTier(BlockTier):
         self._stop.set()
         self._growth.stop()
         self._bad_slots.save()
-        self.wait(lambda: self._checkpoints.advance() and not self._in_background, deadline)
+        self.wait(lambda: self.checkpoints.advance() and not self._in_background, deadline)
         if self.namespace is not None and not self._feed.active:
             self._inspections.start()
             self.wait(lambda: not self._inspections.running, deadline)
-            self._checkpoints.start()
-            self.wait(self._checkpoints.advance, deadline)
+            self.checkpoints.start()
+            self.wait(self.checkpoints.advance, deadline)
 
     @property
     def _in_background(self) -> bool:
@@ -279,8 +248,8 @@ class LocalTier(BlockTier):
     def _recovered(self) -> None:
         """Note the end of recovery: all blocks of the directory are merged."""
         self._inspections.hurry(now=True)
-        if self._checkpoints.changed or self._feed.scanned:
-            self._checkpoints.request()
+        if self.checkpoints.changed or self._feed.scanned:
+            self.checkpoints.request()
         seconds = self.context.clock() - self._recovery_began
         logger.info(
             "tier %s: %d blocks recovered from %s in %.1f s",
@@ -324,14 +293,14 @@ class LocalTier(BlockTier):
         logger.error("tier %s: %s %s: %s", self.name, self.store.directory, moved, fate)
         self._feed.drop()
         self.leave_medium()
-        self.index.states.lose(0, self.index.num_slots)
+        self.index.states.fail(0, self.index.num_slots)
         self._bad_slots.clear()
-        self._checkpoints.changed = False
+        self.checkpoints.changed = False
         self._growth.start_over()
 
     def _close_store(self) -> None:
         """Close the store once nothing uses it, and open it again."""
-        busy = self._in_background or self._inspections.running or self._checkpoints.running or not self.idle
+        busy = self._in_background or self._inspections.running or self.checkpoints.running or not self.idle
         if not (busy or self._closing_down or self.index.states.leaving):
             self._closing.run(self.store.close, self._store_closed)
 
@@ -347,14 +316,14 @@ class LocalTier(BlockTier):
     def _drop_segment(self, damage: Damage) -> None:
         number = damage.number
         per_segment = self.store.geometry.slots_per_segment
-        lost = self.index.states.lose(number * per_segment, (number + 1) * per_segment)
-        self._bad_slots.forget(number * per_segment, (number + 1) * per_segment)
-        self._growth.lose(number)
-        self._checkpoints.changed = True
-        self._checkpoints.drop()
+        lost = self.index.states.fail(number * per_segment, (number + 1) * per_segment)
+        self._bad_slots.drop(number * per_segment, (number + 1) * per_segment)
+        self._growth.drop(number)
+        self.checkpoints.changed = True
+        self.checkpoints.drop()
         self.announce_removed(lost)
         name = self.store.geometry.segment_name(number)
-        if damage.given_up:
+        if damage.dropped:
             self.stats.evictions += len(lost)
             logger.warning("tier %s: segment %s %s: it held %d block(s)", self.name, name, damage.reason, len(lost))
             return

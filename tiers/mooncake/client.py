@@ -85,7 +85,7 @@ class Connection:
         self._ended = False
         self._pages: list[HeaderPage] = []
 
-    def enter(self) -> bool:
+    def begin_call(self) -> bool:
         """Begin a call; return False if the client is ending."""
         with self._changed:
             if self._ending:
@@ -93,7 +93,7 @@ class Connection:
             self._calls += 1
             return True
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """End a call."""
         with self._changed:
             self._calls -= 1
@@ -101,11 +101,11 @@ class Connection:
 
     def end(self, timeout: float = math.inf) -> bool:
         """End the client when no call is under way; return False if calls are, or the end takes too long."""
-        give_up = time.monotonic() + timeout
+        end = time.monotonic() + timeout
         with self._changed:
             first, self._ending = not self._ending, True
             while self._calls if first else not self._ended:
-                left = give_up - time.monotonic()
+                left = end - time.monotonic()
                 if left <= 0:
                     self._ending = not first
                     return False
@@ -182,17 +182,17 @@ class PoolClient:
             StoreError: there is no connection, and none can be made.
         """
         connection = self._connection
-        if connection is None or not connection.enter():
+        if connection is None or not connection.begin_call():
             with self._opening:
                 if not self._wanted:
                     raise PermanentStoreError(f"{self._options.location} is not open")
                 connection = self._connect()
-                if not connection.enter():
+                if not connection.begin_call():
                     raise TemporaryStoreError(f"{self._options.location} is being closed")
         try:
             yield connection
         finally:
-            connection.leave()
+            connection.end_call()
 
     def end_transfers(self, connection: Connection) -> None:
         """End a connection, whose transfers may go on after their calls; blocks until none of them runs.
@@ -269,7 +269,7 @@ def load(options: MooncakeOptions) -> Callable[[], Any]:
 def silence() -> None:
     """Keep Mooncake from writing about ten lines to standard error for each block that fails.
 
-    The outcomes of the blocks say the same. A level in the environment variable MC_LOG_LEVEL is kept.
+    The outcomes of the blocks have the same reasons. A level in the environment variable MC_LOG_LEVEL is kept.
     """
     if "MC_LOG_LEVEL" in os.environ:
         return

@@ -1,25 +1,23 @@
 """The back end for Azure Blob Storage. obstore finds and renews the credentials.
 
 The chain looks in the environment for a token, an account key, a workload identity, a client secret or a shared access
-signature (SAS), and then asks for the machine's managed identity. The names of its variables are those of obstore.
+signature (SAS), and then takes the machine's managed identity. The names of its variables are those of obstore.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import obstore
-from obstore.exceptions import BaseError
 from obstore.store import AzureStore, HTTPStore
 
 from tiering import PermanentStoreError
-from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions, ObjectOptions
-from tiers.object.cloud import Cloud, client_options
-from tiers.object.environment import EnvironmentSource, fingerprint, present_source
+from tiers.object.cloud import NO_RETRIES, client_options
+from tiers.object.environment import EnvironmentCloud, EnvironmentSource, present_source
 from tiers.object.faults import THROTTLED, Cause, Dialect
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ _LIFECYCLE = (
 )
 
 
-class AzureCloud(Cloud):
+class AzureCloud(EnvironmentCloud):
     """Azure Blob Storage.
 
     A deletion with a condition goes over a client of its own: obstore deletes by batches, which have no condition for
@@ -86,17 +84,16 @@ class AzureCloud(Cloud):
 
     dialect = Dialect(_CODES, keys=_KEYS, bucket=_NO_BUCKET, present=("BlobAlreadyExists",))
     permissions: ClassVar[Mapping[str, str]] = {
-        "list": "Microsoft.Storage/.../blobs/read on the container",
-        "put": "Microsoft.Storage/.../blobs/write on the container",
-        "head": "Microsoft.Storage/.../blobs/read on the container",
-        "get": "Microsoft.Storage/.../blobs/read on the container",
-        "conditional put": "Microsoft.Storage/.../blobs/write on the container",
+        **dict.fromkeys(("list", "head", "get"), "Microsoft.Storage/.../blobs/read on the container"),
+        **dict.fromkeys(("put", "conditional put"), "Microsoft.Storage/.../blobs/write on the container"),
         "delete": "Microsoft.Storage/.../blobs/delete on the container",
         "delete one version": (
             "Microsoft.Storage/.../blobs/delete on the container, and to an identity also "
             "Microsoft.Storage/.../generateUserDelegationKey on the account"
         ),
     }
+    sources, keys, lifecycle = _SOURCES, _KEYS, _LIFECYCLE
+    machine = "the managed identity of this machine"
     options: ObjectOptions
     bulk = _BATCH
     per_request = _BATCH
@@ -105,46 +102,23 @@ class AzureCloud(Cloud):
         if not isinstance(options, ObjectOptions):
             raise TypeError(f"{options!r} has no storage account")
         super().__init__(options)
-        self._used = b""
-
-    def prepare(self) -> None:
-        """Nothing to look up: the first request finds the credentials."""
 
     def connect(self) -> AzureStore:
-        self._used = fingerprint(_SOURCES)
+        bucket, words = self.options.bucket, client_options(self.options)
         config: AzureConfig = {}
         if self.options.account_name is not None:
             config["account_name"] = self.options.account_name
         if self.options.endpoint is not None:
             config["endpoint"] = self.options.endpoint
-        try:
-            return AzureStore(
-                self.options.bucket,
-                config=config,
-                client_options=client_options(self.options),
-                retry_config={"max_retries": 0},
-            )
-        except (BaseError, ValueError) as error:
-            raise self.dialect.translate(error, f"the credentials in the environment: {_KEYS}") from error
+        return self.make(lambda: AzureStore(bucket, config=config, client_options=words, retry_config=NO_RETRIES))
 
     def deleter(self, name: str, version: str) -> HTTPStore:
         address = f"{self._container}?{self._signature(name)}"
         return HTTPStore.from_url(
             address,
             client_options=client_options(self.options, {"if-match": version}),
-            retry_config={"max_retries": 0},
+            retry_config=NO_RETRIES,
         )
-
-    def rotated(self) -> bool:
-        return fingerprint(_SOURCES) != self._used
-
-    def check_lifecycle(self, blocks: str, documents: str) -> str | None:
-        return _LIFECYCLE.format(blocks=blocks, days=self.options.ttl_days)
-
-    def probe_credentials(self) -> Iterator[Finding]:
-        found = present_source(_SOURCES)
-        text = "the managed identity of this machine" if found is None else f"{found[0].text} ({found[1]})"
-        yield Finding(Severity.OK, "credentials", text)
 
     @property
     def _container(self) -> str:

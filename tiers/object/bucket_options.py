@@ -160,7 +160,7 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the bucket's URL, which tells the cloud."""
+        """Scheme of the bucket's URL, which names the cloud."""
         return "s3"
 
     @property
@@ -195,7 +195,7 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
 
 
 class S3Words(BucketOptions):
-    """Options that only S3 has, and services that speak its protocol."""
+    """Options that only S3 has, and services with its protocol."""
 
     region: str | None = None
     """The service's region; default: that of the profile or the environment, else us-east-1."""
@@ -254,7 +254,7 @@ class S3Options(S3Words):
 
 
 class ObjectOptions(S3Words):
-    """The options of ``type: object``, whose ``url`` tells the cloud, the bucket and the prefix."""
+    """The options of ``type: object``, whose ``url`` names the cloud, the bucket and the prefix."""
 
     type: str = "object"
     """The tier's type in a stack file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +21,24 @@ from tiers.object.names import BLOCKS, DOCUMENTS
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig
+    from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
 
 AUTHORITIES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Variables of the environment that name a PEM file of authorities; the first one that is set counts."""
+
+NO_TTL = Finding(
+    Severity.INFO,
+    "lifecycle",
+    "no ttl: blocks stay until they are removed",
+    "set ttl, or run kv-tiering gc STACK --yes every day",
+)
+"""Finding about a tier without ``ttl``."""
+
+NO_RETRIES: RetryConfig = {"max_retries": 0}
+"""Retries of a client: none, because a layer above retries."""
+
+_MD5 = re.compile("[0-9a-fA-F]{32}")
 
 
 class Cloud(ABC):
@@ -78,7 +92,7 @@ class Cloud(ABC):
         return meta["e_tag"] or ""
 
     def digest(self, meta: ObjectMeta) -> str | None:
-        """Return the MD5 of an object's bytes in hexadecimal; None (default) if the service does not tell."""
+        """Return the MD5 of an object's bytes in hexadecimal; None (default) if there is none."""
         return None
 
     def renew(self, client: Client, name: str) -> None:
@@ -122,7 +136,7 @@ class Cloud(ABC):
     def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
         """Yield findings about the bucket's settings, as far as they can be read.
 
-        The default tells what removes old blocks.
+        The default yields what removes old blocks.
 
         Args:
             writes: True if the tier stores blocks.
@@ -130,13 +144,18 @@ class Cloud(ABC):
         if not writes:
             return
         if self.options.ttl is None:
-            remedy = "set ttl, or run kv-tiering gc STACK --yes every day"
-            yield Finding(Severity.INFO, "lifecycle", "no ttl: blocks stay until they are removed", remedy)
+            yield NO_TTL
             return
         prefix = self.options.prefix
         text, _, remedy = (self.check_lifecycle(f"{prefix}{BLOCKS}", f"{prefix}{DOCUMENTS}") or "").partition("; ")
         if text:
             yield Finding(Severity.INFO, "lifecycle", text, remedy)
+
+
+def md5_tag(meta: ObjectMeta) -> str | None:
+    """Return the ETag of an object if it is an MD5, as of an object that was uploaded whole; else None."""
+    tag = (meta["e_tag"] or "").strip('"')
+    return tag.lower() if _MD5.fullmatch(tag) else None
 
 
 def client_options(options: BucketOptions, headers: Mapping[str, str] | None = None) -> ClientConfig:

@@ -254,7 +254,7 @@ class ObjectAdmin(SharedAdmin):
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         """Remove the blocks that ``limits`` name, and those older than the tier's ``ttl``.
 
-        Not every cloud tells whether a rule of its own removes them.
+        The rules of some clouds, which would remove them, cannot be read.
         """
         self._lease_seconds = limits.grace
         ttl = self.options.ttl

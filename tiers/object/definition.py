@@ -45,7 +45,7 @@ Each probed block is a request. A hit that comes after so many misses takes one 
 """
 
 TOKENS_PER_BLOCK = 16
-"""Tokens of a block, if the namespace does not tell."""
+"""Tokens of a block, if the namespace has no layout."""
 
 
 class ObjectTier(BlockTier):
@@ -164,7 +164,7 @@ def tokens_per_block(namespace: Namespace) -> int:
 
 
 def element_size(namespace: Namespace) -> int:
-    """Return the bytes of one number in the KV cache, read from the namespace; 2 if it does not tell.
+    """Return the bytes of one number in the KV cache, read from the namespace; default 2.
 
     Compression splits blocks into byte planes of this many bytes.
     """

@@ -29,7 +29,7 @@ STORE_FAILURES = (BaseError, OSError, ValueError, TypeError)
 """The exceptions that obstore's functions raise; some failures come as built-in types."""
 
 CONDITION_UNKNOWN = frozenset({400, 501})
-"""Answers of services that know no conditional deletion."""
+"""Answers of services without conditional deletion."""
 
 _REQUEST_ERRORS = (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError, TypeError, ValueError)
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -51,7 +51,7 @@ _METADATA_HOST = "//169.254.169.254/"
 
 
 class Cause(enum.Enum):
-    """Cause of a failure, as an operator tells causes apart."""
+    """Cause of a failure, in the classes that an operator treats differently."""
 
     SPACE = "space"
     """The service takes no more bytes: a quota, a full disk, a limit on sizes."""
@@ -146,7 +146,7 @@ class Dialect:
         self._present = frozenset(present)
 
     def diagnose(self, error: BaseException) -> RequestFault:
-        """Return the fault that ``error``, an exception of obstore, tells of."""
+        """Return the fault that ``error``, an exception of obstore, stands for."""
         message = str(error)
         first = message.partition("\n\n")[0]
         status, known, url = http_status(error), error_code(error), _URL.search(first)
@@ -192,7 +192,7 @@ class Dialect:
         return OutOfSpaceError(text) if fault.cause is Cause.SPACE else PermanentStoreError(text)
 
     def is_present(self, error: AlreadyExistsError) -> bool:
-        """Return True if ``error``, of a conditional put, says that the object is there.
+        """Return True if ``error``, of a conditional put, means that the object is there.
 
         Otherwise another request for the object was under way, and may have failed.
         """
@@ -207,7 +207,7 @@ class Dialect:
 
 
 def _network(message: str) -> str | None:
-    """Return the reason why no answer came, as text; None if the exception does not tell."""
+    """Return the reason why no answer came, as text; None if the exception has none."""
     if "TooManyOpenFiles" in message or "Too many open files" in message:
         return "this process has too many open files; raise the limit (ulimit -n, docker: --ulimit nofile)"
     if "dns error" in message:
@@ -225,7 +225,7 @@ def _network(message: str) -> str | None:
     if "kind: Timeout" in message or "TimedOut" in message:
         return "no answer within the time-out (request_timeout, connect_timeout)"
     if "rustls" in message.lower() or "InvalidMessage" in message or "CorruptMessage" in message:
-        return "TLS: the server does not speak TLS here; correct the scheme or port of endpoint_url"
+        return "TLS: the server has no TLS here; correct the scheme or port of endpoint_url"
     if "IncompleteBody" in message or "UnexpectedEof" in message:
         return "the body ended early"
     if "IncompleteMessage" in message or "ConnectionReset" in message or "BrokenPipe" in message:

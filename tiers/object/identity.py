@@ -188,7 +188,7 @@ class BucketIdentity:
     def _create(self, name: str) -> bool:
         if not self._writes or self._clock() < self._refused_until:
             return False
-        # A document that was lost comes back with its number, so the process that knew it need not be the only one.
+        # A document that was lost comes back with its number, so the process that had it need not be the only one.
         number = secrets.token_bytes(_ID_BYTES) if self._known is None else self._known.number
         try:
             self._store.create_document(name, pack(number))

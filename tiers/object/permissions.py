@@ -175,18 +175,12 @@ class _Permissions:
             return Finding(Severity.OK, "conditional put", "the service refuses to replace an object (If-None-Match)")
         except STORE_FAILURES as failure:
             error = self.cloud.dialect.translate(failure, "conditional put")
-            return Finding(
-                Severity.ERROR,
-                "conditional put",
-                str(error),
-                "set conditional_put: false, or use a service that has it",
-            )
-        return Finding(
-            Severity.WARNING,
-            "conditional put",
-            "the service ignores If-None-Match: engines that start at the same time may not share their blocks",
-            "set conditional_put: false, and start the first engine of a model alone",
-        )
+            text = str(error)
+            remedy = "set conditional_put: false, or use a service that has it"
+            return Finding(Severity.ERROR, "conditional put", text, remedy)
+        text = "the service ignores If-None-Match: engines that start at the same time may not share their blocks"
+        remedy = "set conditional_put: false, and start the first engine of a model alone"
+        return Finding(Severity.WARNING, "conditional put", text, remedy)
 
     def _version(self, name: str) -> Finding:
         """Return the finding about a deletion that has a condition, which corrupt blocks need."""
@@ -222,12 +216,9 @@ def _probe_environment(options: BucketOptions) -> Iterator[Finding]:
     proxies = [f"{name}={os.environ[name]}" for name in _PROXIES if os.environ.get(name)]
     if proxies:
         without = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or "nothing"
-        yield Finding(
-            Severity.INFO,
-            "proxy",
-            mask_text(f"{', '.join(proxies)}; without it: {without}"),
-            "add the endpoint's host to NO_PROXY if it can be reached directly: a proxy costs bandwidth",
-        )
+        text = mask_text(f"{', '.join(proxies)}; without it: {without}")
+        remedy = "add the endpoint's host to NO_PROXY if it can be reached directly: a proxy costs bandwidth"
+        yield Finding(Severity.INFO, "proxy", text, remedy)
     plain = (options.endpoint or "").startswith("http://")
     found = None if plain else authorities(options)
     if found is not None:

@@ -1,6 +1,6 @@
 """The renewal of blocks in use: an old object is copied onto itself, and is young again.
 
-A lifecycle rule counts from an object's last write, and knows nothing of its use. Without renewal the heads of all
+A lifecycle rule counts from an object's last write, and not from its use. Without renewal the heads of all
 prefixes would expire first: they are the oldest blocks, and the CPU tier serves them without a look at the bucket.
 """
 
@@ -34,7 +34,7 @@ FAILED_SECONDS = 600.0
 
 
 class Renewal:
-    """Renews the objects that are told to it, on a thread of its own. Any thread may call.
+    """Renews objects in use, on a thread of its own. Any thread may call.
 
     Args:
         after: age in seconds from which on an object in use is renewed.

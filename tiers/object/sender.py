@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kv_tiering.object")
 
 T = TypeVar("T")
+Passed = tuple[type[Exception], ...]
+"""Exceptions of obstore that are raised as they are."""
 
 KEYS_SECONDS = 10.0
 """Seconds after refused credentials have turned out to be unchanged until they are looked up again."""
@@ -104,6 +106,25 @@ class RequestSender:
         except STORE_FAILURES as error:
             self._note(error, size)
             raise
+
+    def do(self, verb: Verb, request: Callable[[Client], T], doing: str, *, size: int = 0, passed: Passed = ()) -> T:
+        """Send a request as :meth:`send` does, but raise a StoreError unless the exception is one of ``passed``.
+
+        ``doing`` names the request in messages. ``request`` also reads the answer.
+        """
+        try:
+            return self.send(verb, request, size=size)
+        except passed:
+            raise
+        except STORE_FAILURES as error:
+            raise self._cloud.dialect.translate(error, doing) from error
+
+    def find(self, verb: Verb, request: Callable[[Client], T], doing: str) -> T | None:
+        """Send a request about one object, as :meth:`do`; return None if there is no such object."""
+        try:
+            return self.do(verb, request, doing, passed=(FileNotFoundError,))
+        except FileNotFoundError:
+            return None
 
     def _note(self, error: Exception, size: int) -> None:
         with self._lock:

@@ -28,12 +28,14 @@ from tiers.object.renewal import Renewal
 from tiers.object.runtime import start_runtime
 from tiers.object.second_look import second_look
 from tiers.object.second_names import SecondNames
-from tiers.object.sender import RequestSender
+from tiers.object.sender import Passed, RequestSender
 from tiers.object.suspects import Suspects
 from tiers.object.verbs import Verb
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from obstore import ObjectMeta
+    from obstore.store import ObjectStore as Client
 
 logger = logging.getLogger("kv_tiering.object")
 
@@ -113,7 +115,7 @@ class ObjectStore(BlockStore):
         """Look up credentials and send the bucket one cheap request.
 
         Raises:
-            StoreError: the bucket cannot be used. The message says how to correct this.
+            StoreError: the bucket cannot be used. The message has the remedy.
         """
         self.close()
         self._cloud.prepare()
@@ -144,48 +146,47 @@ class ObjectStore(BlockStore):
     def put_one(self, block: BlockIO) -> None:
         name = self._name(block.place)
         if self._options.check_existing and self._has_to_look(block.place):
-            if self._is_there(name):
+            if self._head(name) is not None:
                 self._looks_left = LOOKS_AFTER_REFUSAL
                 return
             self._looks_left = max(self._looks_left - 1, 0)
         # Two buffers, one request: neither this module nor obstore copies the row.
         parts = (block.header, block.payload)
         mode: Literal["create", "overwrite"] = "create" if self._options.conditional_put else "overwrite"
+
+        def put(client: Client) -> None:
+            obstore.put(client, name, parts, use_multipart=False, mode=mode)
+
         try:
-            self._requests.send(
-                Verb.PUT,
-                lambda client: obstore.put(client, name, parts, use_multipart=False, mode=mode),
-                size=len(block.header) + len(block.payload),
-            )
+            self._requests.do(Verb.PUT, put, f"put {name}", size=sum(map(len, parts)), passed=(AlreadyExistsError,))
         except AlreadyExistsError as error:
             self._looks_left = LOOKS_AFTER_REFUSAL
-            if not self._cloud.dialect.is_present(error) and not self._is_there(name):
+            if not self._cloud.dialect.is_present(error) and self._head(name) is None:
                 raise self._translate(error, f"put {name}") from error
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"put {name}") from error
 
     def get_one(self, block: BlockIO) -> Done:
-        name = self._name(block.place)
-        try:
-            result = self._requests.send(Verb.GET, lambda client: obstore.get(client, name))
-            length, header_bytes = result.meta["size"], len(block.header)
-            if not header_bytes <= length <= header_bytes + len(block.payload):
-                raise CorruptBlockError(
-                    f"object {name} has {length} bytes, not {header_bytes} to {header_bytes + len(block.payload)}"
-                )
-            body = np.frombuffer(memoryview(result.bytes()), np.uint8)
-        except FileNotFoundError:
+        name, header_bytes = self._name(block.place), len(block.header)
+        longest = header_bytes + len(block.payload)
+
+        def fetch(client: Client) -> tuple[ObjectMeta, NDArray[np.uint8]]:
+            result = obstore.get(client, name)
+            length = result.meta["size"]
+            if not header_bytes <= length <= longest:
+                raise CorruptBlockError(f"object {name} has {length} bytes, not {header_bytes} to {longest}")
+            return result.meta, np.frombuffer(memoryview(result.bytes()), np.uint8)
+
+        found = self._requests.find(Verb.GET, fetch, f"get {name}")
+        if found is None:
             return Done.ABSENT
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"get {name}") from error
+        meta, body = found
         renewal = self._renewal
         if renewal is not None:
-            renewal.saw(name, result.meta["last_modified"].timestamp())
-        if len(body) != length:
-            raise CorruptBlockError(f"object {name} was announced with {length} bytes and had {len(body)}")
+            renewal.saw(name, meta["last_modified"].timestamp())
+        if len(body) != meta["size"]:
+            raise CorruptBlockError(f"object {name} was announced with {meta['size']} bytes and had {len(body)}")
         np.copyto(np.frombuffer(block.header, np.uint8), body[:header_bytes])
-        np.copyto(np.frombuffer(block.payload, np.uint8)[: length - header_bytes], body[header_bytes:])
-        block.filled = length - header_bytes
+        block.filled = len(body) - header_bytes
+        np.copyto(np.frombuffer(block.payload, np.uint8)[: block.filled], body[header_bytes:])
         return Done.DONE
 
     def delete(self, places: Sequence[Place]) -> None:
@@ -218,42 +219,39 @@ class ObjectStore(BlockStore):
         names = [self._name(place) for place in places]
         answers: list[bool | None] = [None] * len(names)
         ended: SimpleQueue[int | None] = SimpleQueue()
-        """None for each place that was asked about, and the position of each one that no thread asks about."""
+        """None for each place that was probed, and the position of each one that no thread probes."""
 
-        def ask(at: int) -> None:
+        def look(at: int) -> None:
             try:
-                answers[at] = self._is_there(names[at])
+                answers[at] = self._head(names[at]) is not None
             except StoreError as error:
                 logger.debug("%s", error)
             finally:
                 ended.put(None)
 
-        def unasked(at: int, error: StoreError) -> None:
+        def refused(at: int, error: StoreError) -> None:
             ended.put(at)
 
         for at in range(1, len(names)):
-            self._probers.run(partial(ask, at), partial(unasked, at))
+            self._probers.run(partial(look, at), partial(refused, at))
         if names:
-            ask(0)
+            look(0)
         left = len(names)
         while left:
             at_hand = ended.get()
             if at_hand is None:
                 left -= 1
             else:
-                ask(at_hand)
+                look(at_hand)
         return StoreProbe(tuple(answers))
 
     # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
         path = f"{self._documents}{name}"
-        try:
-            return self._requests.send(Verb.GET, lambda client: obstore.get(client, path).bytes().to_bytes())
-        except FileNotFoundError:
-            return None
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"get document {name}") from error
+        return self._requests.find(
+            Verb.GET, lambda client: obstore.get(client, path).bytes().to_bytes(), f"get document {name}"
+        )
 
     def prove_damage(self, name: str, content: bytes) -> None:
         found = second_look(self._cloud, self._requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
@@ -266,11 +264,7 @@ class ObjectStore(BlockStore):
             )
 
     def write_document(self, name: str, data: bytes) -> None:
-        path = f"{self._documents}{name}"
-        try:
-            self._requests.send(Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False))
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"put document {name}") from error
+        self._put_document(name, data, "overwrite")
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
         if not self._options.conditional_put:
@@ -280,18 +274,18 @@ class ObjectStore(BlockStore):
         found = self.read_document(name)
         if found is not None:
             return found
-        path = f"{self._documents}{name}"
         try:
-            self._requests.send(
-                Verb.PUT, lambda client: obstore.put(client, path, data, use_multipart=False, mode="create")
-            )
+            self._put_document(name, data, "create", (AlreadyExistsError,))
         except AlreadyExistsError as error:
-            logger.debug(
-                "document %s is being created by another process: %s", name, self._cloud.dialect.diagnose(error)
-            )
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"create document {name}") from error
+            fault = self._cloud.dialect.diagnose(error)
+            logger.debug("document %s is being created by another process: %s", name, fault)
         return self.read_document(name)
+
+    def _put_document(self, name: str, data: bytes, mode: Literal["create", "overwrite"], passed: Passed = ()) -> None:
+        def put(client: Client) -> None:
+            obstore.put(client, f"{self._documents}{name}", data, use_multipart=False, mode=mode)
+
+        self._requests.do(Verb.PUT, put, f"put document {name}", passed=passed)
 
     def read_version(self, name: str) -> DocumentVersion | None:
         """Return a document with its version; None if there is none.
@@ -300,15 +294,13 @@ class ObjectStore(BlockStore):
             StoreError: the document cannot be read.
         """
         path = f"{self._documents}{name}"
-        try:
-            found = self._requests.send(Verb.GET, lambda client: obstore.get(client, path))
-            return DocumentVersion(
-                found.bytes().to_bytes(), self._cloud.version(found.meta), found.meta["last_modified"].timestamp()
-            )
-        except FileNotFoundError:
-            return None
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"get document {name}") from error
+
+        def fetch(client: Client) -> DocumentVersion:
+            found = obstore.get(client, path)
+            modified = found.meta["last_modified"].timestamp()
+            return DocumentVersion(found.bytes().to_bytes(), self._cloud.version(found.meta), modified)
+
+        return self._requests.find(Verb.GET, fetch, f"get document {name}")
 
     def remove_version(self, name: str, version: str) -> bool:
         """Remove a document if it is still the given version, and return True if it was removed.
@@ -410,21 +402,11 @@ class ObjectStore(BlockStore):
             renewal.use(map(self._name, places))
 
     def _modified(self, name: str) -> float | None:
-        try:
-            meta = self._requests.send(Verb.HEAD, lambda client: obstore.head(client, name))
-        except FileNotFoundError:
-            return None
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"head {name}") from error
-        return meta["last_modified"].timestamp()
+        meta = self._head(name)
+        return None if meta is None else meta["last_modified"].timestamp()
 
     def _renew(self, name: str) -> None:
-        try:
-            self._requests.send(Verb.PUT, lambda client: self._cloud.renew(client, name))
-        except FileNotFoundError:
-            return
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"copy {name}") from error
+        self._requests.find(Verb.PUT, lambda client: self._cloud.renew(client, name), f"copy {name}")
 
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}{self._second_names.suffix(place)}"
@@ -441,14 +423,8 @@ class ObjectStore(BlockStore):
             return False
         return True
 
-    def _is_there(self, name: str) -> bool:
-        try:
-            self._requests.send(Verb.HEAD, lambda client: obstore.head(client, name))
-        except FileNotFoundError:
-            return False
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"head {name}") from error
-        return True
+    def _head(self, name: str) -> ObjectMeta | None:
+        return self._requests.find(Verb.HEAD, lambda client: obstore.head(client, name), f"head {name}")
 
     def _list(self, directory: str) -> Iterator[Sequence[ObjectMeta]]:
         """Yield the objects below ``directory``, up to 1,000 at a time."""

@@ -9,7 +9,7 @@ the service, in one listing of the documents; no machine's clock takes part.
 ::
 
     read corrupt ── no digest ──> noted ── another machine, a minute later ──> settlement ──> deleted
-         └───────── digest proves it ─────────────────────────────────────────────^   └─ budget spent: withdrawn
+         └───────── digest proves it ─────────────────────────────────────────────^   └─ budget spent: released
 
 A note that is damaged, or about another version, counts as none. Notes end after a day, settlements after an hour; the
 next settlement or ``kv-tiering gc`` removes them.
@@ -211,7 +211,7 @@ class Suspects:
         """Write a settlement, and delete the object if all settlements and the note allow it.
 
         The settlement is written before the others are counted. Of machines that settle at once, at most as many as the
-        budget allows can therefore find few enough others; all others withdraw.
+        budget allows can therefore find few enough others; all others release theirs.
         """
         document = _note_name(note)
         mine = f"{SETTLEMENTS}{note.place.hex()}-{secrets.token_hex(4)}"

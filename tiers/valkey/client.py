@@ -17,8 +17,6 @@ client is made::
   blocks at most for the two time-outs; a subscription blocks for the time that is given to it.
 - **Connections** are made when they are needed. After a server has restarted, the next call connects again.
 - **Replies** are bytes, integers, None and lists of them. Nothing is decoded.
-- **Errors** are those of :mod:`tiering.errors`. A server without memory raises ``OutOfSpaceError``, a replica
-  ``WritesRefusedError``; a lost connection is temporary, a wrong password permanent.
 - **Forks**: a child makes connections of its own, and uses none of its parent's.
 """
 
@@ -43,11 +41,6 @@ from tiering import (
 )
 from tiering.tier import mask_text, record_secrets
 
-NO_VALKEY = (
-    "the package valkey is missing; install kv-tiering with its extra valkey (in a clone: pip install '.[valkey]')"
-)
-"""Message about the missing package."""
-
 Word = str | bytes | int | float | memoryview
 """A word of a command, as the client library encodes it."""
 
@@ -55,9 +48,9 @@ PASSWORD_VARIABLE = "VALKEY_PASSWORD"
 """Environment variable with the password, unless the address names another one."""
 
 DEFAULT_PORT = 6379
-
+_HEAD = 4096
+"""Bytes of the first read of a reply: the line with its length, and the beginning of the value."""
 _SCHEMES = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FORM = (
     "write it like valkey://host[:port][/database][?auth_env=VARIABLE], or valkeys:// for TLS; "
     "a user stands before the host, with an @ between them"
@@ -106,7 +99,7 @@ class ServerAddress:
         if not parts.hostname or not re.fullmatch(r"\d{1,4}", database) or parts.fragment or set(query) - {"auth_env"}:
             raise ConfigError(f"{shown} is not the address of a server; {_FORM}")
         variable = query.get("auth_env", PASSWORD_VARIABLE)
-        if not _VARIABLE.fullmatch(variable):
+        if not (variable.isascii() and variable.isidentifier()):
             raise ConfigError(f"auth_env must name an environment variable; {shown} names none")
         user = unquote(parts.username) if parts.username else None
         return cls(parts.hostname, port, int(database), user, _SCHEMES[parts.scheme], variable)
@@ -124,28 +117,31 @@ class ServerAddress:
         return password
 
 
+@dataclass(frozen=True, slots=True)
 class Credentials:
     """User and password of a server, read from the environment for each new connection."""
 
-    def __init__(self, address: ServerAddress) -> None:
-        self._address = address
+    address: ServerAddress
+    """The server."""
 
     def __bool__(self) -> bool:
-        return self._address.user is not None or self._address.password() is not None
+        return self.address.user is not None or self.address.password() is not None
 
     def get_credentials(self) -> tuple[str, ...]:
         """Return the words of the command AUTH."""
-        user, password = self._address.user, self._address.password()
+        user, password = self.address.user, self.address.password()
         if password is None:
             # With an exception of its own, valkey-py closes the connection; it would keep it after any other.
             from valkey.exceptions import AuthenticationError
 
-            raise AuthenticationError(f"the environment variable {self._address.password_variable} is not set")
+            raise AuthenticationError(f"the environment variable {self.address.password_variable} is not set")
         return (password,) if user is None else (user, password)
 
 
 class ValkeyClient:
     """Connections to one server. Any thread may call.
+
+    Methods with a command raise :class:`~tiering.StoreError` if the server cannot be reached, or refuses the command.
 
     Args:
         address: the server.
@@ -174,7 +170,10 @@ class ValkeyClient:
             import valkey
             from valkey.connection import Connection, SSLConnection
         except ImportError as error:
-            raise ConfigError(NO_VALKEY) from error
+            raise ConfigError(
+                "the package valkey is missing; install kv-tiering with its extra valkey "
+                "(in a clone: pip install '.[valkey]')"
+            ) from error
         self.address = address
         """The server."""
         self._timeout = timeout
@@ -205,11 +204,7 @@ class ValkeyClient:
     # -------------------------------------------------------------------------------------------------------- commands
 
     def call(self, *words: Word) -> Any:
-        """Run one command, and return its reply.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses the command.
-        """
+        """Run one command, and return its reply."""
         (reply,) = self.call_all([words])
         if isinstance(reply, StoreError):
             raise reply
@@ -241,11 +236,7 @@ class ValkeyClient:
     def write(self, key: str | bytes, parts: Sequence[memoryview], *options: Word) -> Any:
         """Run ``SET key value options``, with a value that consists of ``parts``; nothing is copied.
 
-        Returns:
-            The reply: b"OK", or None if NX or XX refused.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses the command.
+        The reply is b"OK", or None if NX or XX refused.
         """
         name = key.encode() if isinstance(key, str) else key
         size = sum(part.nbytes for part in parts)
@@ -259,34 +250,27 @@ class ValkeyClient:
     def read_into(self, key: str | bytes, parts: Sequence[memoryview]) -> int | None:
         """Read a value into ``parts``, filling one after another; nothing else writes to them later.
 
-        Returns:
-            The length of the value in bytes; None if there is no such key. If the value is longer than all parts
-            together, their content is not defined.
+        The content of ``parts`` is not defined after an error, or if the value is longer than all parts together.
 
-        Raises:
-            StoreError: the server cannot be reached, or refuses the command. The content of ``parts`` is not defined.
+        Returns:
+            The length of the value in bytes; None if there is no such key.
         """
         with self._translated("GET"), self._connection() as connection:
             connection.send_command("GET", key)
-            return _read_value(connection, parts, time.monotonic() + self._timeout)
+            return read_value(connection, parts, time.monotonic() + self._timeout)
 
     def info(self) -> dict[str, str]:
-        """Return the server's facts about itself (INFO), by name.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses the command.
-        """
+        """Return the server's facts about itself (INFO), by name."""
         lines = bytes(self.call("INFO")).decode(errors="replace").splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def peek(self, key: str | bytes, limit: int) -> tuple[int, bytes]:
-        """Return the length of a value, and its first ``limit`` bytes; an absent value has the length 0.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses a command.
-        """
-        with self._translated("GETRANGE"), self._connection() as connection:
-            return _peek(connection, key, limit)
+        """Return the length of a value, and its first ``limit`` bytes; an absent value has the length 0."""
+        replies = self.call_all([("STRLEN", key), ("GETRANGE", key, 0, limit - 1)])
+        for reply in replies:
+            if isinstance(reply, StoreError):
+                raise reply
+        return replies[0], replies[1]
 
     def unlink_if(self, key: str | bytes, limit: int, matches: Callable[[int, bytes], bool]) -> bool:
         """Remove a value if it is still the one that was looked at, and return True if it was removed.
@@ -297,9 +281,6 @@ class ValkeyClient:
             key: key of the value.
             limit: bytes of the value to look at.
             matches: function of the value's length and its first ``limit`` bytes that returns True to remove the value.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses a command.
         """
 
         def run(*words: Word) -> Any:
@@ -309,7 +290,7 @@ class ValkeyClient:
         with self._translated("UNLINK"), self._connection() as connection:
             run("WATCH", key)
             try:
-                if not matches(*_peek(connection, key, limit)):
+                if not matches(run("STRLEN", key), run("GETRANGE", key, 0, limit - 1)):
                     return False
                 run("MULTI")
                 run("UNLINK", key)
@@ -320,11 +301,7 @@ class ValkeyClient:
                 connection.disconnect()
 
     def subscribe(self, *channels: str) -> Subscription:
-        """Return a subscription to ``channels``, over a connection of its own, for one thread.
-
-        Raises:
-            StoreError: the server cannot be reached, or refuses the command.
-        """
+        """Return a subscription to ``channels``, over a connection of its own, for one thread."""
         with self._translated("SUBSCRIBE"):
             pubsub = self._valkey.pubsub(ignore_subscribe_messages=True)
             try:
@@ -399,10 +376,8 @@ class Subscription:
             while True:
                 connection = self._pubsub.connection
                 if connection is None or connection._sock is None:
-                    # valkey-py would subscribe again by itself, and nobody would learn that messages were missed.
-                    raise TemporaryStoreError(
-                        f"the subscription's connection is closed (SUBSCRIBE, {self._client.address})"
-                    )
+                    # valkey-py would subscribe again by itself, without an error about the messages that were missed.
+                    raise TemporaryStoreError(f"the connection is closed (SUBSCRIBE, {self._client.address})")
                 if not connection.can_read(timeout=max(end - time.monotonic(), 0.0)):
                     return None
                 message = self._pubsub.handle_message(connection.read_response(), ignore_subscribe_messages=True)
@@ -414,51 +389,35 @@ class Subscription:
         self._pubsub.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- values
-
-_HEAD = 4096
-"""Bytes of the first read of a reply: the line with its length, and the beginning of the value."""
-
-
-def _peek(connection: Any, key: str | bytes, limit: int) -> tuple[int, bytes]:
-    connection.send_command("STRLEN", key)
-    length = connection.read_response()
-    connection.send_command("GETRANGE", key, 0, limit - 1)
-    return length, connection.read_response()
-
-
-def _read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -> int | None:
+def read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -> int | None:
     """Read the reply to a GET from the socket; see :meth:`ValkeyClient.read_into`."""
-    from valkey.exceptions import ConnectionError as Lost
-    from valkey.exceptions import InvalidResponse
-    from valkey.exceptions import TimeoutError as TimedOut
+    from valkey import exceptions as known
 
     # valkey-py has no call that reads into given memory, and its own copies of a value cost more than the network.
-    receive = connection._sock.recv_into
+    recv_into = connection._sock.recv_into  # stays the same if another thread closes the connection meanwhile
+
+    def receive(view: memoryview) -> int:
+        if not (count := recv_into(view)):
+            raise known.ConnectionError("Connection closed by server.")
+        return int(count)
 
     def fill(view: memoryview) -> None:
         done = 0
         while done < len(view):
             if time.monotonic() > deadline:
-                raise TimedOut("Timeout reading from socket")
-            count = receive(view[done:])
-            if not count:
-                raise Lost("Connection closed by server.")
-            done += count
+                raise known.TimeoutError("Timeout reading from socket")
+            done += receive(view[done:])
 
     head = memoryview(bytearray(_HEAD))
     have = end = 0
     try:
         while (end := bytes(head[:have]).find(b"\r\n")) < 0:
-            count = receive(head[have:])
-            if not count:
-                raise Lost("Connection closed by server.")
-            have += count
+            have += receive(head[have:])
         line = bytes(head[:end])
         if line[:1] == b"-":
             raise connection._parser.parse_error(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
-            raise InvalidResponse(f"Protocol Error: {line[:40]!r}")
+            raise known.InvalidResponse(f"Protocol Error: {line[:40]!r}")
         length = int(line[1:])
         if length < 0:
             return None
@@ -474,13 +433,10 @@ def _read_value(connection: Any, parts: Sequence[memoryview], deadline: float) -
             rest, left = rest[early:], left - len(part)
         fill(memoryview(bytearray(2 - len(rest))))
     except TimeoutError as error:
-        raise TimedOut("Timeout reading from socket") from error
+        raise known.TimeoutError("Timeout reading from socket") from error
     except OSError as error:
-        raise Lost(f"Error while reading from socket: {error}") from error
+        raise known.ConnectionError(f"Error while reading from socket: {error}") from error
     return length
-
-
-# --------------------------------------------------------------------------------------------------------------- errors
 
 
 class UnknownScriptError(TemporaryStoreError):

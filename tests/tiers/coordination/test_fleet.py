@@ -270,15 +270,15 @@ class TestWrongHints:
         unsent, sent = Claim(["a", "b"]), Claim(["c", "d"])
         unsent.dropped.update(["a", "b"])
         seen.queue.claims.append(unsent)
-        seen.say(client)
+        seen.send(client)
         assert not seen.queue.waiting()
         sent.dropped.add("c")
         seen.queue.claims.append(sent)
-        seen.say(client)
+        seen.send(client)
         assert (unsent.granted, sent.granted) == (None, [True, True])
         assert len(client.call("KEYS", "*:lease:*")) == 2
         while seen.queue.waiting():
-            seen.say(client)
+            seen.send(client)
         (lease,) = client.call("KEYS", "*:lease:*")
         assert lease.endswith(digests_of(["d"]))
 

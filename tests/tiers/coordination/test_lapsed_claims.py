@@ -26,7 +26,7 @@ def claim(client: ValkeyClient, scope: Scope, *places: str) -> list[bool]:
     """Claim uploads, and return which are granted."""
     asked = Claim(places)
     scope.queue.claims.append(asked)
-    scope.say(client)
+    scope.send(client)
     assert asked.granted is not None
     return list(asked.granted)
 
@@ -44,7 +44,7 @@ def test_a_withdrawn_upload_gives_back_only_the_claims_that_have_not_lapsed(load
     lapse(loaded, slow, "a")
     assert claim(loaded, other, "a", "b") == [True, False]
     slow.queue.released.extend(["a", "b"])
-    slow.say(loaded)
+    slow.send(loaded)
     assert claim(loaded, third, "a", "b") == [False, True]
 
 
@@ -54,10 +54,10 @@ def test_an_upload_that_ends_after_its_claim_has_lapsed_leaves_that_of_the_next_
     lapse(loaded, slow, "a")
     assert claim(loaded, other, "a") == [True]
     slow.store(["a"])
-    slow.say(loaded)
+    slow.send(loaded)
     assert claim(loaded, third, "a") == [False]
     other.store(["a"])
-    other.say(loaded)
+    other.send(loaded)
     assert claim(loaded, third, "a") == [True]
 
 

@@ -59,8 +59,8 @@ class LocalRig(TierRig):
 
     def checkpoint(self) -> None:
         """Write a checkpoint now."""
-        self.tier.request_checkpoint()
-        self.wait(lambda: not self.tier.checkpoint_pending)
+        self.tier.checkpoints.request()
+        self.wait(lambda: not self.tier.checkpoints.pending)
 
     def drop(self) -> None:
         """End like a killed process: no checkpoint, no cleanup."""

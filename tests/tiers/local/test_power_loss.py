@@ -25,7 +25,7 @@ def _life(path: Path, seed: int, durability: str, known: list[OffloadKey], first
     reported = list(known)
     for number in range(first, first + 40, 4):
         if rng.random() < 0.3:
-            rig.tier.request_checkpoint()
+            rig.tier.checkpoints.request()
         reported += rig.store([key_of(number + offset) for offset in range(4)])
     jobs = [rig.submit_store([key_of(first + 1000 + n)], first_row=100 + n) for n in range(4)]
     assert jobs

@@ -57,7 +57,7 @@ def copy_block(rig: LocalRig, source: int, target: int, *, sequence: int, key: O
     overwrite(path, offset, bytes(frame))
 
 
-def forget_checkpoint(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     (path / CHECKPOINT_NAME).unlink(missing_ok=True)
 
 
@@ -189,9 +189,9 @@ def test_a_tier_rests_while_a_slice_of_a_checkpoint_is_written(tmp_path: Path, m
     with opened(tmp_path) as rig:
         rig.store(K[:20])
         rig.wait(lambda: rig.step().rest > 0)
-        rig.tier.request_checkpoint()
+        rig.tier.checkpoints.request()
         assert rig.step().rest > 0
-        rig.wait(lambda: not rig.tier.checkpoint_pending)
+        rig.wait(lambda: not rig.tier.checkpoints.pending)
         checkpoint = read_checkpoint(tmp_path, rig.tier.store.geometry)
         assert isinstance(checkpoint, Checkpoint)
         assert len(checkpoint) == 20
@@ -224,9 +224,9 @@ def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: P
         rig = LocalRig(tmp_path).open()
         for start in range(0, 60, 6):
             rig.submit_store(K[start : start + 6], first_row=start)
-            rig.tier.request_checkpoint()
+            rig.tier.checkpoints.request()
             rig.tier.on_schedule_end()
-        rig.wait(partial(lambda tier: tier.idle and not tier.checkpoint_pending, rig.tier))
+        rig.wait(partial(lambda tier: tier.idle and not tier.checkpoints.pending, rig.tier))
         stored = rig.held(K[:60])
         assert len(stored) > 30
         rig.drop()
@@ -443,7 +443,7 @@ def test_the_tier_serves_while_it_recovers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tier_module, "OPEN_WAIT_SECONDS", 0.0)
     with opened(tmp_path, segment_size="128KiB") as rig:
         rig.store(K[:30])
-    forget_checkpoint(tmp_path)
+    remove_checkpoint(tmp_path)
     go = threading.Event()
 
     class SlowFiles(Files):
@@ -473,7 +473,7 @@ def test_the_tier_serves_while_it_recovers(tmp_path: Path, monkeypatch: pytest.M
 def test_a_reset_during_recovery_lets_nothing_old_in(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:30])
-    forget_checkpoint(tmp_path)
+    remove_checkpoint(tmp_path)
     rig = LocalRig(tmp_path)
     rig.tier.open(rig.context.clock() + 20)
     assert rig.tier.reset(rig.context.clock() + 20)

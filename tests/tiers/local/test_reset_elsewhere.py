@@ -101,7 +101,7 @@ class FullDisk(FaultyDevice):
         super().truncate(fd, length)
 
 
-def test_a_tier_that_filled_its_disk_gives_up_a_segment_for_the_documents_of_another_model(
+def test_a_tier_that_filled_its_disk_drops_a_segment_for_the_documents_of_another_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path) as rig:

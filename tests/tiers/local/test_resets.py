@@ -277,7 +277,7 @@ def test_a_reset_that_was_certain_survives_a_loss_of_power(tmp_path: Path, seed:
         rig.checkpoint()
     assert reset(rig)
     store_all(rig, NEW)
-    rig.tier.request_checkpoint()
+    rig.tier.checkpoints.request()
     rig.drop()
     device.lose_power()
     assert found(tmp_path, [*OLD, *NEW]) == []

@@ -44,7 +44,7 @@ def test_the_directory_stays_within_the_capacity_however_much_is_stored(tmp_path
         slots = rig.tier.store.geometry.num_slots
         for start in range(0, 3 * slots, 16):
             rig.store(many(16, start))
-            rig.tier.request_checkpoint()
+            rig.tier.checkpoints.request()
             assert used_bytes(tmp_path) <= CAPACITY
         assert rig.tier.index.blocks == slots
         assert rig.tier.get_stats().evictions >= 2 * slots - 16
@@ -198,7 +198,7 @@ def writable(rig: LocalRig, clock: SettableClock) -> bool:
 
 
 def has_segments(rig: LocalRig, count: int, clock: SettableClock) -> bool:
-    """Return True if the tier uses ``count`` segments; let time pass, in which it may give some up."""
+    """Return True if the tier uses ``count`` segments; let time pass, in which it may drop some."""
     clock.advance(1.0)
     return len(rig.tier.store.segments.existing()) == count
 
@@ -227,7 +227,7 @@ class Quota(FaultyDevice):
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
-def test_a_tier_that_has_filled_its_quota_gives_up_segments_until_writes_succeed(
+def test_a_tier_that_has_filled_its_quota_drops_segments_until_writes_succeed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, clock = Quota(), SettableClock()
@@ -245,7 +245,7 @@ def test_a_tier_that_has_filled_its_quota_gives_up_segments_until_writes_succeed
     assert rig.tier.index.slots == 2 * rig.tier.store.geometry.slots_per_segment
     assert rig.tier.index.blocks > rig.tier.index.slots // 2
     assert rig.load(keys[-8:]) == keys[-8:]
-    assert caplog.text.count("is given up to make room") == 1
+    assert caplog.text.count("was dropped to make room") == 1
     stats = rig.tier.get_stats()
     assert stats.blocks_lost == 0
     rig.close()
@@ -253,7 +253,7 @@ def test_a_tier_that_has_filled_its_quota_gives_up_segments_until_writes_succeed
         assert again.load(keys[-8:]) == keys[-8:]
 
 
-def test_segments_are_given_up_only_while_the_disk_refuses_writes(tmp_path: Path) -> None:
+def test_segments_are_dropped_only_while_the_disk_refuses_writes(tmp_path: Path) -> None:
     device, clock = Quota(), SettableClock()
     device.bytes = 1 << 30
     with opened(tmp_path, files=device, clock=clock, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:

@@ -12,7 +12,7 @@ from obstore.store import S3Store
 from tiering import PermanentStoreError
 from tiering.tier import mask_text
 from tiers.object.bucket_options import S3Words
-from tiers.object.cloud import client_options, verification
+from tiers.object.cloud import NO_RETRIES, client_options, verification
 from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def connect(options: S3Words, credentials: CredentialSource, *, if_match: str | 
         options.bucket,
         config=config,
         client_options=client_options(options, None if if_match is None else {"if-match": if_match}),
-        retry_config={"max_retries": 0},
+        retry_config=NO_RETRIES,
         credential_provider=credentials,
     )
 
@@ -104,7 +104,7 @@ def _redirection(options: S3Words, url: str) -> str | None:
         location = answer.headers.get("Location")
         return urljoin(url, location) if 300 <= answer.status_code < 400 and location else None
     except (BotoCoreError, HTTPClientError, ValueError) as error:
-        logger.debug("%s was not asked for redirects: %s", options.location, error)
+        logger.debug("%s was not tried for redirects: %s", options.location, error)
         return None
     finally:
         session.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tiering import PermanentStoreError, TemporaryStoreError
 from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import BucketOptions, S3Words
-from tiers.object.cloud import Cloud
+from tiers.object.cloud import Cloud, md5_tag
 from tiers.object.faults import SPACE, Cause, Dialect, summary
 from tiers.object.s3.client import check_token, connect
 from tiers.object.s3.credentials import CredentialSource
@@ -43,12 +42,10 @@ _CODES: Mapping[str, tuple[Cause, str]] = {
     ),
     "NoSuchBucket": (Cause.BUCKET, _NO_BUCKET),
 }
-_MD5 = re.compile(r'"?[0-9a-fA-F]{32}"?')
-"""ETag of an object that was uploaded whole and is not encrypted by KMS: the MD5 of its bytes."""
 
 
 class S3Cloud(Cloud):
-    """S3 and services that speak its protocol. boto3's chain finds the credentials.
+    """S3 and services with its protocol. boto3's chain finds the credentials.
 
     Args:
         options: the tier's options.
@@ -121,8 +118,8 @@ class S3Cloud(Cloud):
             copies.close()
 
     def digest(self, meta: ObjectMeta) -> str | None:
-        tag = meta["e_tag"] or ""
-        return tag.strip('"').lower() if self.options.sse != "aws:kms" and _MD5.fullmatch(tag) else None
+        # The ETag of an object that KMS encrypts is no MD5.
+        return None if self.options.sse == "aws:kms" else md5_tag(meta)
 
     def rotated(self) -> bool:
         return self._credentials.rotated()

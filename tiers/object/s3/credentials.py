@@ -23,7 +23,7 @@ logger = logging.getLogger("kv_tiering.object")
 LIFETIME = datetime.timedelta(minutes=6)
 """Validity that is reported to obstore for an answer of the chain.
 
-obstore asks again five minutes before the end of this time, that is once a minute. boto3 renews credentials at least
+obstore calls again five minutes before the end of this time, that is once a minute. boto3 renews credentials at least
 ten minutes before they expire, so an answer is still valid when a renewal that it caused is used.
 """
 
@@ -173,7 +173,7 @@ class CredentialSource:
         """Return what the chain finds now, and keep it.
 
         Args:
-            afresh: begin at the start of the chain; default: False, credentials that boto3 renews are asked again.
+            afresh: begin at the start of the chain; default: False, credentials that boto3 renews are read again.
 
         Raises:
             PermanentStoreError: the chain has no credentials.

@@ -11,6 +11,7 @@ from typing import Any
 from tiering import PermanentStoreError
 from tiering.tier import Finding, Severity
 from tiers.object.bucket_options import S3Words
+from tiers.object.cloud import NO_TTL
 from tiers.object.faults import OBJECT_LOCK, summary
 from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.object.s3.credentials import CredentialSource
@@ -49,7 +50,9 @@ def probe_settings(options: S3Words, credentials: CredentialSource, *, writes: b
             yield _skew_finding(skew)
         if not writes:
             return
-        problem = None if options.ttl is None else _lifecycle_problem(options, credentials)
+        read_only = options.model_copy(update={"install_lifecycle": False})
+        names = (f"{options.prefix}{BLOCKS}", f"{options.prefix}{DOCUMENTS}")
+        problem = check_lifecycle(read_only, credentials, *names)
         try:
             versioning = client.get_bucket_versioning(Bucket=options.bucket).get("Status", "Disabled")
         except (BotoCoreError, ClientError) as error:
@@ -88,12 +91,9 @@ def _versioning_finding(versioning: str, *, cleaned: bool) -> Finding:
     if versioning == "Enabled" and cleaned:
         return Finding(Severity.OK, "versioning", "enabled, and lifecycle rules remove old versions")
     if versioning == "Enabled":
-        return Finding(
-            Severity.WARNING,
-            "versioning",
-            "the bucket keeps every version: deleted and expired blocks stay and cost money",
-            "suspend versioning, or let lifecycle rules remove noncurrent versions and delete markers",
-        )
+        text = "the bucket keeps every version: deleted and expired blocks stay and cost money"
+        remedy = "suspend versioning, or let lifecycle rules remove noncurrent versions and delete markers"
+        return Finding(Severity.WARNING, "versioning", text, remedy)
     return Finding(Severity.OK, "versioning", f"{versioning.lower()}")
 
 
@@ -113,19 +113,9 @@ def _object_lock_findings(client: Any, bucket: str) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, "object lock", text, "use a bucket without object lock for a cache")
 
 
-def _lifecycle_problem(options: S3Words, credentials: CredentialSource) -> str | None:
-    read_only = options.model_copy(update={"install_lifecycle": False})
-    return check_lifecycle(read_only, credentials, f"{options.prefix}{BLOCKS}", f"{options.prefix}{DOCUMENTS}")
-
-
 def _lifecycle_finding(options: S3Words, problem: str | None) -> Finding:
     if options.ttl is None:
-        return Finding(
-            Severity.INFO,
-            "lifecycle",
-            "no ttl: blocks stay until they are removed",
-            "set ttl, or run kv-tiering gc STACK --yes every day",
-        )
+        return NO_TTL
     if problem is None:
         return Finding(Severity.OK, "lifecycle", f"a rule removes blocks after {options.ttl_days} days or sooner")
     if options.install_lifecycle and "no lifecycle rule" in problem:
