@@ -345,6 +345,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             unit="ops",
         ),
         Panel(
+            "Exclusive CPU tier, blocks per second",
+            {
+                "stored late": _engine_rate("late_stores"),
+                "exclusive losses": _engine_rate("exclusive_losses"),
+            },
+            "With primary.inclusion: exclusive. Losses left the engine's cache unstored.",
+            unit="ops",
+        ),
+        Panel(
             "In progress",
             {
                 "requests": f"sum(kv_tiering_requests_active{{{_ENGINE}}})",

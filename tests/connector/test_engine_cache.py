@@ -16,12 +16,15 @@ from tests.connector.fakes import (
     finished,
     idle_step,
     make_scheduler,
+    make_spec,
     run_prompt,
     start_load,
 )
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
 from tiering.api.request import LATE_STORE
 from tiering.connector.metadata import OffloadingConnectorMetadata
+from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.suspects import STEPS_IN_FLIGHT
 from tiering.connector.variants import Variant
 
@@ -36,7 +39,9 @@ class Bench:
     def __init__(self, *, exclusive: bool = True, feeds_tiers: bool = False, rows: int = 100, **options: Any) -> None:
         self.manager = FakeManager(rows)
         self.manager.exclusive, self.manager.feeds_tiers = exclusive, feeds_tiers
-        self.scheduler, _ = make_scheduler(manager=self.manager, max_batch_tokens=BLOCK, **options)
+        events = {"self_describing_kv_events": True}
+        spec = make_spec(manager=self.manager, max_batch_tokens=BLOCK, **events, **options)
+        self.scheduler = OffloadingConnectorScheduler(spec, clock=lambda: 0.0, enable_kv_cache_events=True)
         self.pool = MirroredPool(17)
         self.scheduler.bind_gpu_block_pool(self.pool)
         self.blocks: dict[str, list[PoolBlock]] = {}
@@ -89,6 +94,12 @@ class Bench:
     def steps(self, count: int = 1) -> None:
         for _ in range(count):
             self._keep(idle_step(self.scheduler))
+
+    def event(self, keys: list[OffloadKey], *, removed: bool = False, tier: str = PRIMARY_TIER) -> list[Any]:
+        """Return what consumers receive when blocks come to a tier or leave it."""
+        medium = MEDIUM_CPU if tier == PRIMARY_TIER else MEDIUM_STORAGE
+        self.manager.events.append(OffloadingEvent(keys, medium, LOCAL, tier, removed))
+        return self.scheduler.take_events()
 
     def count(self, name: str) -> int:
         return int(self.scheduler.get_stats()["connector"][name])
@@ -340,6 +351,64 @@ def test_other_tiers_are_fed_as_blocks_are_computed_and_once() -> None:
     bench.end(again)
     bench.use_up(11)
     assert bench.late == [last], "the row of the block that leaves first has gone"
+
+
+def test_events_of_late_stores_name_tokens_and_parents() -> None:
+    bench, request = Bench(), prompt(4)
+    bench.run(request)
+    bench.end(request)
+    assert bench.scheduler.take_events() == []
+    bench.use_up(12)
+    job = next(iter(bench.scheduler._jobs))
+    bench.scheduler.update_connector_output(finished(job.job_id))
+    stored = {event.block_hashes[0]: event for event in bench.event(job.keys)}
+    tail = stored[request.block_hashes[3]]
+    assert tail.token_ids == request.all_token_ids[-BLOCK:]
+    assert tail.parent_block_hash == request.block_hashes[2]
+    (removed,) = bench.event(job.keys, removed=True)
+    assert set(removed.block_hashes) == set(stored)
+    assert len(bench.scheduler.events) == 2, "the two blocks that the engine still holds"
+    bench.use_up(2)
+    bench.pool.reset()
+    bench.use_up(2)
+    assert len(bench.scheduler.events) == TARGET, "those of the second late store"
+
+
+@pytest.mark.parametrize("loss", ["used up", "reset of the engine's cache", "reset of the tiers", "failed copy"])
+def test_a_block_that_is_lost_leaves_no_snapshot(loss: str) -> None:
+    bench, request = Bench(), prompt(2)
+    bench.run(request)
+    bench.end(request)
+    assert len(bench.scheduler.events) == 2
+    if loss == "used up":
+        bench.use_up(16)
+    elif loss == "reset of the engine's cache":
+        bench.pool.reset()
+        bench.use_up(14)
+    elif loss == "reset of the tiers":
+        bench.scheduler.reset_cache()
+    else:
+        bench.use_up(14)
+        job = next(iter(bench.scheduler._jobs)).job_id
+        bench.scheduler.update_connector_output(finished(job, failed=[job]))
+    assert bench.scheduler.take_events() == []
+    assert len(bench.scheduler.events) == 0
+    assert bench.count("exclusive_losses") == (0 if loss == "reset of the tiers" else 2)
+
+
+def test_a_block_with_a_row_keeps_its_snapshot_until_the_row_has_gone() -> None:
+    bench, request = Bench(), prompt(2)
+    bench.run(request)
+    bench.manager.hold(request.keys())
+    assert all(event.token_ids for event in bench.event(request.keys(), tier="disk"))
+    assert all(event.token_ids for event in bench.event(request.keys()))
+    bench.end(request)
+    bench.use_up(14)
+    assert bench.late == []
+    bench.event(request.keys(), removed=True)
+    assert len(bench.scheduler.events) == 2
+    bench.event(request.keys(), removed=True, tier="disk")
+    assert len(bench.scheduler.events) == 0
 
 
 @pytest.mark.parametrize("case", ["inclusive", "no prefix caching", "another pool", "no pool"])
