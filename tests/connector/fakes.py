@@ -171,6 +171,7 @@ class FakeManager(OffloadingManager):
         self.held: list[list[OffloadKey]] = []
         self.dropped: list[list[OffloadKey]] = []
         self.leaving: list[list[OffloadKey]] = []
+        self.wanted: list[OffloadKey] = []
 
     def hold(self, keys: Iterable[OffloadKey]) -> None:
         """Make keys readable."""
@@ -274,6 +275,10 @@ class FakeManager(OffloadingManager):
     def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
         self.dropped.append(list(keys))
         return sum(key not in self.rows for key in keys)
+
+    def take_wanted(self) -> Sequence[OffloadKey]:
+        wanted, self.wanted = self.wanted, []
+        return wanted
 
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         self.leaving.append(list(keys))

@@ -411,6 +411,24 @@ def test_a_block_with_a_row_keeps_its_snapshot_until_the_row_has_gone() -> None:
     assert len(bench.scheduler.events) == 0
 
 
+def test_a_block_that_a_tier_wants_and_only_the_engine_holds_is_copied_and_stays_noted() -> None:
+    bench, request = Bench(feeds_tiers=True), prompt(4)
+    bench.run(request)
+    bench.manager.reset_cache()  # all rows have gone
+    strange = prompt(1, "other", first=9).keys()
+    bench.manager.wanted = [request.keys()[2], *strange]
+    meta = idle_step(bench.scheduler)
+    (order,) = meta.reqs_to_store.values()
+    assert order.spec[0].block_ids.tolist() == [bench.blocks["r1"][2].block_id]  # type: ignore[attr-defined]
+    assert bench.notes == set(request.keys())
+    bench.scheduler.update_connector_output(finished(order.job_id))
+    assert bench.manager.completed_stores[-1] == ([request.keys()[2]], True)
+    bench.event([request.keys()[2]])
+    bench.event([request.keys()[2]], removed=True)
+    assert request.keys()[2] in bench.scheduler.events.snapshots, "the engine still holds it"
+    assert bench.count("late_stores") == 0
+
+
 @pytest.mark.parametrize("case", ["inclusive", "no prefix caching", "another pool", "no pool"])
 def test_without_a_cache_to_look_at_the_tier_is_inclusive(case: str, caplog: pytest.LogCaptureFixture) -> None:
     manager = FakeManager()

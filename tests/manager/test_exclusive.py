@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiering.api.keys import OffloadKey
-from tiering.api.request import LATE_STORE
+from tiering.api.request import LATE_STORE, WANTED_STORE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -118,3 +118,28 @@ def test_a_failed_late_store_leaves_nothing() -> None:
     rig.manager.complete_store([A], LATE_STORE, success=False)
     assert rig.held() == set()
     assert rig.primary.room == 2
+
+
+def test_a_tier_gets_a_block_that_it_wants_and_only_the_engine_holds() -> None:
+    other, tier = FakeTier("fast"), FakeTier("disk")
+    rig = Rig(4, other, tier)
+    rig.manager.on_schedule_end()
+    tier.wanted = [A, B]
+    rig.late(B)
+    rig.step()
+    assert [job.keys for job in tier.stores] == [(B,)], "what has a row is offered at once"
+    assert list(rig.manager.take_wanted()) == [A]
+    assert not rig.manager.take_wanted()
+    output = rig.manager.prepare_late_store([A])
+    assert output is not None
+    rig.manager.complete_store(output.keys_to_store, WANTED_STORE)
+    assert [job.keys for job in tier.stores] == [(B,), (A,)]
+    assert not other.stores
+
+
+def test_an_inclusive_tier_looks_for_nothing_in_the_engines_cache() -> None:
+    tier = FakeTier("disk")
+    rig = ManagerRig(4, [tier])
+    tier.wanted = [A]
+    rig.step()
+    assert not rig.manager.take_wanted()

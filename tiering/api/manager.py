@@ -220,6 +220,13 @@ class OffloadingManager(ABC):
         """
         return 0
 
+    def take_wanted(self) -> Sequence[OffloadKey]:
+        """Return blocks that tiers want and that the primary tier lacks, each once; the engine's cache may hold them.
+
+        They are stored as by :meth:`prepare_late_store`, with the context :data:`~tiering.api.request.WANTED_STORE`.
+        """
+        return ()
+
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         """Reserve rows for blocks that are about to leave the engine's cache, as :meth:`prepare_store` does.
 

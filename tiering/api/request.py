@@ -21,6 +21,9 @@ class ReqContext:
 LATE_STORE = ReqContext("")
 """The context of stores of blocks that are about to leave the engine's cache; they belong to no request."""
 
+WANTED_STORE = ReqContext("")
+"""The context of stores of blocks that tiers want and that only the engine's cache holds; they belong to no request."""
+
 
 class OffloadPolicy(enum.Enum):
     """The blocks of a request that the connector offers to the manager."""

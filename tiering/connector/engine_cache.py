@@ -235,20 +235,33 @@ class EngineCache(FreeQueueWalk):
                 self.cursor, self._most = before, max(1, len(keys) // 2)
                 return None
             self._most = min(2 * self._most, self.target)
+            for key in leaving:
+                del self.blocks_of[key]
+            self._release_snapshots(leaving.keys() - set(output.keys_to_store))
+            self._counters.late_stores += len(output.keys_to_store)
             late = self._copy(output, leaving)
         self._passed.update(passed)
         return late
 
-    def _copy(self, output: PrepareStoreOutput, leaving: Mapping[OffloadKey, tuple[int, ...]]) -> LateStore | None:
-        """End the notes on the blocks that leave, and return the copy of those that have no row yet."""
+    def plan_wanted(self) -> LateStore | None:
+        """Return the store of blocks that other tiers want and only the engine's cache holds; None: there are none."""
+        wanted = self._manager.take_wanted()
+        if not wanted:
+            return None
+        keys = [key for key, held in zip(wanted, self.holds(wanted), strict=True) if held]
+        keys.sort(key=get_offload_group_idx)
+        output = self._manager.prepare_late_store(keys) if keys else None
+        if output is None:
+            return None
+        self._events.keep(output.keys_to_store)
+        return self._copy(output, self.blocks_of)
+
+    def _copy(self, output: PrepareStoreOutput, places: Mapping[OffloadKey, tuple[int, ...]]) -> LateStore | None:
+        """Return the copy of blocks that have no row yet; ``places`` are their GPU blocks."""
         copied = output.keys_to_store
-        for key in leaving:
-            del self.blocks_of[key]
-        self._release_snapshots(leaving.keys() - set(copied))
         if not copied:
             return None
         groups = list(map(get_offload_group_idx, copied))
         sizes = [groups.count(group.group_idx) * group.block_size_factor for group in self._groups]
-        block_ids = as_rows(list(chain.from_iterable(map(leaving.__getitem__, copied))))
-        self._counters.late_stores += len(copied)
+        block_ids = as_rows(list(chain.from_iterable(map(places.__getitem__, copied))))
         return LateStore(copied, GPULoadStoreSpec(block_ids, sizes, [0] * len(sizes)), output.store_spec)

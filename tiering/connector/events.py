@@ -115,6 +115,11 @@ class OffloadingEventsTracker:
             self._storing.update(keys)
             self._describe(req, group, positions, keys)
 
+    def keep(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep the snapshots of ``keys``, if they have any, until one more store of each has ended."""
+        if self._capture:
+            self._storing.update(key for key in keys if key in self.snapshots)
+
     def record_lookup(
         self, req: EngineRequest, group: OffloadGroup, keys: Sequence[OffloadKey], computed: int, end: int
     ) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
-from tiering.api.request import LATE_STORE
+from tiering.api.request import LATE_STORE, WANTED_STORE
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, Rows, as_rows
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.events import OffloadingEventsTracker
@@ -200,11 +200,16 @@ class StorePlanner:
         return chosen
 
     def plan_late(self, cache: EngineCache) -> TransferOrder | None:
-        """Return the order for the blocks that are about to leave the engine's cache; None: there are none to copy."""
-        late = cache.plan()
+        """Return the order for blocks that are about to leave the engine's cache, or that other tiers want.
+
+        None: there are none to copy.
+        """
+        ctx, late = LATE_STORE, cache.plan()
+        if late is None:
+            ctx, late = WANTED_STORE, cache.plan_wanted()
         if late is None:
             return None
-        job = self._jobs.open(LATE_STORE, late.keys)
+        job = self._jobs.open(ctx, late.keys)
         self._fences.fence(job.job_id, late.source.block_ids, writes=False)
         return TransferOrder(job.job_id, (late.source, late.destination))
 

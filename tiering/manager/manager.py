@@ -20,9 +20,10 @@ from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
-from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiering.api.request import LATE_STORE, WANTED_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.answers import TRUTH
+from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.open_lookups import OpenLookups
@@ -137,7 +138,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs(
             primary_tier, self._tiers, self._promotions, self._reservations, self._broker, self._stats, clock
         )
-        self._steps = TierSteps(self._tiers, self._jobs)
+        self._steps = TierSteps(self._tiers, self._jobs, self._readable)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._open_lookups = OpenLookups(
             self.news, all(tier.traits.announces_news for tier in self.secondary_tiers), clock
@@ -151,6 +152,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._is_exclusive = False
         """True if the engine shows which blocks its own cache holds, and the primary tier prefers others."""
         self._bounds_copies = False
+        self._wanting: dict[OffloadKey, TierState] = {}
+        """Blocks that are being stored because a tier wants them, with the tier."""
         inert_in_children(self, InertManager)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -297,10 +300,12 @@ class TieringOffloadingManager(OffloadingManager):
             if self._advisor is not None:
                 self._advisor.stored(stored)
             self._jobs.note_refilled(rows)
-            if req_context is not LATE_STORE:
+            if req_context is WANTED_STORE:
+                self._cascade_wanted(stored)
+            elif req_context is not LATE_STORE:
                 self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
-                if self._is_exclusive:
-                    self.primary_tier.mark_held(stored)
+            if self._is_exclusive and req_context is not LATE_STORE:
+                self.primary_tier.mark_held(stored)
         if self._jobs.awaited:
             self._cascade_awaited()
         if request is not None and request.finished and self._known.get(req_context.req_id) is request:
@@ -317,6 +322,7 @@ class TieringOffloadingManager(OffloadingManager):
             if self._advisor is not None:
                 self._advisor.exclude(PRIMARY_TIER, blocks)
             self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
+            self._steps.missing = {}
         return self._is_exclusive
 
     @property
@@ -333,6 +339,20 @@ class TieringOffloadingManager(OffloadingManager):
             self._owner.claim()
         self.primary_tier.unmark_held(keys)
         return len(self.primary_tier.unknown(keys))
+
+    def take_wanted(self) -> Sequence[OffloadKey]:
+        missing = self._steps.missing
+        if not missing:
+            return ()
+        self._wanting, self._steps.missing = missing, {}
+        keys = self.primary_tier.unknown(list(missing))
+        self._cascade_wanted([key for key in missing if key in self._readable])
+        return keys
+
+    def _cascade_wanted(self, keys: Sequence[OffloadKey]) -> None:
+        """Offer readable blocks to the tiers that want them."""
+        for state in self._states:
+            self._jobs.cascade_held((state,), [key for key in keys if self._wanting.get(key) is state], NOBODY)
 
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         if get_ident() != self._owner.ident:
