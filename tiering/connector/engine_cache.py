@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, compress, islice, repeat
 from typing import Any, NamedTuple
 
 from tiering.api.keys import OffloadKey, get_offload_group_idx
@@ -83,7 +83,7 @@ class EngineCache(FreeQueueWalk):
         self._passed: set[int] = set()
         """GPU blocks in the queue between its head and the cursor."""
         self._step = 0
-        self._computing: deque[tuple[int, list[OffloadKey]]] = deque()
+        self._computing: deque[tuple[int, Sequence[OffloadKey]]] = deque()
         """Noted blocks by the step that computes them, until that step has certainly been processed."""
         self._most = self.target
         """Largest number of blocks of the next late store; smaller after one that found no room."""
@@ -109,23 +109,30 @@ class EngineCache(FreeQueueWalk):
         """
         places = list(zip(*[iter(block_ids)] * group.block_size_factor, strict=True))
         known = self.blocks_of
-        new = [
-            index
-            for index, (key, ids) in enumerate(zip(keys, places, strict=True))
-            if key not in known or (known[key] != ids and self._is_better(key, ids))
-        ]
-        if not new:
-            return
-        if self._described[group.group_idx]:
-            first = [index for index in new if keys[index] not in known]
-            self._events.record_stores(
-                request, group, [positions[index] for index in first], [keys[index] for index in first]
+        if not known.keys().isdisjoint(keys):
+            found = [known.get(key) for key in keys]
+            new = [
+                old is None or (old != ids and self._is_better(key, ids))
+                for key, ids, old in zip(keys, places, found, strict=True)
+            ]
+            self._record(
+                request, group, *([*compress(part, [old is None for old in found])] for part in (positions, keys))
             )
-        noted = [keys[index] for index in new]
-        for index in new:
-            known[keys[index]] = places[index]
-            self._key_of.update(zip(places[index], repeat(keys[index])))
-        self._computing.append((self._step, noted))
+            keys, places = list(compress(keys, new)), list(compress(places, new))
+        else:
+            self._record(request, group, positions, keys)
+        if keys:
+            known.update(zip(keys, places, strict=True))
+            for ids in zip(*places, strict=True):
+                self._key_of.update(zip(ids, keys, strict=True))
+            self._computing.append((self._step, keys))
+
+    def _record(
+        self, request: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
+    ) -> None:
+        """Take snapshots of blocks that were not noted before."""
+        if keys and self._described[group.group_idx]:
+            self._events.record_stores(request, group, positions, keys)
 
     def begin_step(self, step: int, taken: Sequence[int], zeroed: Sequence[int]) -> None:
         """Process the GPU blocks that the engine hands out for ``step``; their notes end.
@@ -142,7 +149,9 @@ class EngineCache(FreeQueueWalk):
         for blocks in (taken, zeroed):
             if blocks:
                 self.left_queue((blocks,))
-                self._end([key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None], blocks)
+                keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
+                if keys:
+                    self._end(keys, blocks)
 
     def left_queue(self, block_ids: Iterable[Collection[int]]) -> None:
         """Note that requests use these GPU blocks, which are in the free queue no more.
@@ -213,14 +222,15 @@ class EngineCache(FreeQueueWalk):
             return None
         leaving: dict[OffloadKey, tuple[int, ...]] = {}
         gone: dict[OffloadKey, tuple[int, ...]] = {}
-        passed = []
+        passed, key_of, known = [], self._key_of.get, self.blocks_of.get
         for node in islice(self.blocks(self._pool.free_block_queue), self.target - len(self._passed)):
             if len(leaving) == self._most:
                 break
             block = node.block_id
-            key = self._key_of.get(block)
-            if key is not None and block in (ids := self.blocks_of.get(key, ())):
-                (leaving if self._is_cached(key, ids) else gone)[key] = ids
+            key = key_of(block)
+            if key is not None and block in (ids := known(key, ())):
+                is_cached = node.block_hash == key if len(ids) == 1 else self._is_cached(key, ids)
+                (leaving if is_cached else gone)[key] = ids
             passed.append(block)
             self.cursor = node
         if gone:
@@ -229,15 +239,18 @@ class EngineCache(FreeQueueWalk):
         if leaving:
             # The last one to leave becomes the most recent one.
             keys = list(leaving)[::-1]
-            keys.sort(key=get_offload_group_idx)
+            if len(self._groups) > 1:
+                keys.sort(key=get_offload_group_idx)
             output = self._manager.prepare_late_store(keys)
             if output is None:
                 self.cursor, self._most = before, max(1, len(keys) // 2)
                 return None
             self._most = min(2 * self._most, self.target)
-            for key in leaving:
+            for key, ids in leaving.items():
                 del self.blocks_of[key]
-            self._release_snapshots(leaving.keys() - set(output.keys_to_store))
+                self._key_of.pop(ids[0], None)
+            if any(self._described) and len(output.keys_to_store) < len(keys):
+                self._release_snapshots(leaving.keys() - set(output.keys_to_store))
             self._counters.late_stores += len(output.keys_to_store)
             late = self._copy(output, leaving)
         self._passed.update(passed)
@@ -261,7 +274,9 @@ class EngineCache(FreeQueueWalk):
         copied = output.keys_to_store
         if not copied:
             return None
-        groups = list(map(get_offload_group_idx, copied))
-        sizes = [groups.count(group.group_idx) * group.block_size_factor for group in self._groups]
         block_ids = as_rows(list(chain.from_iterable(map(places.__getitem__, copied))))
+        sizes = [len(block_ids)]
+        if len(self._groups) > 1:
+            groups = list(map(get_offload_group_idx, copied))
+            sizes = [groups.count(group.group_idx) * group.block_size_factor for group in self._groups]
         return LateStore(copied, GPULoadStoreSpec(block_ids, sizes, [0] * len(sizes)), output.store_spec)
