@@ -154,6 +154,7 @@ class FakeManager(OffloadingManager):
         self.completed_loads: list[list[OffloadKey]] = []
         self.live: set[str] = set()
         self.ended: list[str] = []
+        self.released: list[OffloadKey] = []
         self.steps = 0
         self.epoch_begins = False
         """True if the manager empties itself for a new common epoch at the end of this step."""
@@ -293,9 +294,10 @@ class FakeManager(OffloadingManager):
         self.live.add(req_context.req_id)
         return RequestOffloadingContext(self.policy)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         self.live.remove(req_context.req_id)
         self.ended.append(req_context.req_id)
+        self.released += released
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
         return Counter(self.sources[key] for key in keys if key in self.sources)
@@ -375,7 +377,7 @@ def make_spec(
         )
         for index, window in enumerate(windows)
     )
-    prefix_caching = bool(extra.pop("prefix_caching", True))
+    prefix_caching, session_blocks = bool(extra.pop("prefix_caching", True)), extra.pop("session_blocks", 1 << 10)
     engine = EngineConfig(
         block_sizes=(gpu_block_size,) * len(windows),
         hash_block_size=extra.pop("hash_block_size", gpu_block_size),
@@ -384,7 +386,9 @@ def make_spec(
         enable_prefix_caching=prefix_caching,
         max_batch_tokens=extra.pop("max_batch_tokens", 8192),
     )
-    return FakeSpec(engine, extra, manager)
+    spec = FakeSpec(engine, extra, manager)
+    spec.session_blocks = session_blocks
+    return spec
 
 
 def make_scheduler(

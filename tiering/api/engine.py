@@ -148,6 +148,8 @@ class OffloadingSpec(ABC):
         """Number of GPU blocks in one offloaded block."""
         self.recording: TraceRecording | None = None
         """Settings of the trace that the scheduler records; None: it records none."""
+        self.session_blocks: int = 0
+        """Largest number of blocks that are followed for the release of their sessions; 0 (default): none."""
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:

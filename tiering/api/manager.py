@@ -253,8 +253,14 @@ class OffloadingManager(ABC):
         Called exactly once for each request, before any other call for that request.
         """
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        """Release the state of a request. Called exactly once for each request, however the request ends."""
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+        """Release the state of a request. Called exactly once for each request, however the request ends.
+
+        Args:
+            req_context: the request.
+            released: blocks that no session needs any more, in the order of a prefix; default: none. Every tier evicts
+                them before all others, until they are used again.
+        """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call, in an order that a consumer can apply. Changes nothing else."""

@@ -42,7 +42,8 @@ _KEY = "kv_tiering"
 NEITHER_PARAMS: Mapping[str, Any] = MappingProxyType({_KEY: {"load": False, "store": False, "tiers": ()}})
 """Valid parameters that mean :data:`NEITHER`."""
 
-_ALLOWED = ("load", "store", "max_load_tokens", "max_store_tokens", "tiers")
+_ALLOWED = ("load", "store", "max_load_tokens", "max_store_tokens", "tiers", "session_id", "hints")
+"""The words of ``kv_tiering``; :mod:`tiering.api.hints` reads the last two."""
 
 
 def parse_request_policy(kv_transfer_params: Mapping[str, Any] | None) -> RequestPolicy:

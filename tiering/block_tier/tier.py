@@ -294,7 +294,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         offered = offers.take()
         return list(dict.fromkeys([*wanted, *offered])) if offered else wanted
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+        self.index.release(released)
         self._intake.admission.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self) -> StepEnd:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, SerializeAsAny, ValidationError, WrapValidator, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError, WrapValidator, model_validator
 
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, masked, shown
@@ -88,6 +88,18 @@ class PrimaryOptions(Strict):
     """
 
 
+class HintOptions(Strict):
+    """Hints of requests about the later use of their blocks."""
+
+    release: bool = True
+    """True (default) to evict the blocks of a session first once a hint says that the session is over."""
+    blocks: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 18
+    """Largest number of blocks that are followed for the release of their sessions; default 262144.
+
+    A block takes up to 240 bytes. The sessions that were used longest ago are dropped beyond it.
+    """
+
+
 class RecordOptions(Strict):
     """A trace of the requests, for later replays."""
 
@@ -148,6 +160,8 @@ class StackConfig(Strict):
 
     The statistics of each tier show the estimates, from a quarter to sixteen times its capacity.
     """
+    hints: HintOptions = HintOptions()
+    """Hints of requests that are followed."""
     record_trace: RecordOptions | None = None
     """Trace of the finished requests for replays; default None.
 

@@ -81,6 +81,26 @@ class SchedulerCounters:
         "Seconds that the connector took on the scheduler's thread",
         "Its rate is the share of the scheduler's time; above 5%, report the workload.",
     )
+    sessions_released: int = counter(
+        "sessions",
+        "Sessions that a hint has ended and whose blocks were followed",
+        "0 although clients send hints: the requests of a session carry no `session_id`, or `hints.blocks` is too low.",
+    )
+    hints_ignored: int = counter(
+        "hints",
+        "Malformed hints of requests",
+        "The log has the first of them.",
+    )
+    hints_unknown: int = counter(
+        "hints",
+        "Hints of a type that has no effect",
+        "A router sends actions that this version does not know.",
+    )
+    session_blocks: int = gauge(
+        "blocks",
+        "Blocks of sessions that are followed for a release",
+        "At `hints.blocks`, the sessions that were used longest ago are followed no more.",
+    )
     snapshots_dropped: int = counter(
         "blocks",
         "Blocks whose KV events lost their tokens to the bound on snapshots",

@@ -134,7 +134,9 @@ class SchedulerHalf(ABC, Generic[State]):
                 state.asked_blocks = max(0, known - num_computed_tokens // size)
                 self._counters.queried_blocks += state.asked_blocks
             if any(state.keys):
-                self._held.touch(interleave(state.keys), state.ctx)
+                keys = interleave(state.keys)
+                self._held.touch(keys, state.ctx)
+                self._used(keys, state)
         if not state.may_load or self._is_paused():
             return NO_TOKENS
         limit = request.num_tokens - self._search.tokens_to_leave
@@ -236,6 +238,9 @@ class SchedulerHalf(ABC, Generic[State]):
     @abstractmethod
     def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> State:
         """Return the state of a new request."""
+
+    def _used(self, keys: Sequence[OffloadKey], state: State) -> None:
+        """Note that a request uses the blocks of ``keys``, at its first match."""
 
     @abstractmethod
     def _is_paused(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from tiering.api.hints import NO_HINTS, RequestHints
 from tiering.connector.block_tables import BlockTables
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.groups import OffloadGroup
@@ -67,6 +68,8 @@ class RequestState(TrackedRequest[GroupState]):
 
     The prompt grows in a streaming session.
     """
+    hints: RequestHints = NO_HINTS
+    """Hints of the request; the default: none."""
     arrived: float = 0.0
     """Time at which the request was first named, in seconds since the epoch; 0 if no trace is recorded."""
     sources: Mapping[str, int] = field(default_factory=dict)

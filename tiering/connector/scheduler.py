@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
+from tiering.api.hints import NO_HINTS, RequestHints, parse_hints
+from tiering.api.keys import OffloadKey
 from tiering.api.manager import MEDIUM_CPU
+from tiering.api.masking import shown_name
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.completions import Completions
@@ -42,12 +45,14 @@ from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
+from tiering.connector.sessions import Sessions
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tracked import NEVER, GroupState
 from tiering.connector.variants import Variant
 from tiering.replay.recorder import TraceRecorder
+from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -120,6 +125,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._engine_cache: EngineCache | None = None
         self._shows_cache = False
         """True once the manager was asked to hold blocks exclusively, or cannot be."""
+        self._sessions = Sessions(spec.session_blocks) if spec.session_blocks else None
+        """Sessions whose blocks are followed; None if the stack follows no hints."""
+        self._warn_hints = LimitedWarning(logger, clock)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
         self._is_shut_down = False
@@ -299,6 +307,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active = len(self._jobs)
+        counters.session_blocks = 0 if self._sessions is None else self._sessions.blocks
         return super().get_stats()
 
     def shutdown(self) -> None:
@@ -327,6 +336,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._engine_cache.clear()
         self._tables.reset(self._pool)
         self.loads.forget_keys()
+        if self._sessions is not None:
+            self._sessions.clear()
         # The manager's events until now need the snapshots, which the reset of the tracker drops.
         self._untaken_events += self.events.take_events(self.manager.take_events())
         self.events.reset()
@@ -335,6 +346,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if not self._shows_cache:
             self._shows_cache = True
             self.manager.hold_exclusively(None)
+        hints = NO_HINTS if self._sessions is None else self._hints(request)
         return RequestState(
             request,
             policy,
@@ -344,8 +356,27 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             request_level=self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL,
             storing=self._storing,
             prompt_only=self._spec.offload_prompt_only,
+            hints=hints,
             arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
+
+    def _hints(self, request: EngineRequest) -> RequestHints:
+        """Return the hints of a request, and count those that have no effect."""
+        hints = parse_hints(
+            getattr(request, "kv_transfer_params", None),
+            getattr(request, "session_id", None),
+            getattr(request, "kv_hints", None),
+            getattr(request, "cache_salt", None),
+        )
+        if hints.malformed:
+            self._counters.hints_ignored += len(hints.malformed)
+            self._warn_hints("request %s: %s; ignored", shown_name(request.request_id), "; ".join(hints.malformed))
+        self._counters.hints_unknown += hints.unknown
+        return hints
+
+    def _used(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
+        if self._sessions is not None:
+            self._sessions.used(keys, state.hints.session)
 
     def _is_paused(self) -> bool:
         return bool(self._completions.orphans)
@@ -381,4 +412,19 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             request, keys = state.request, state.keys[self.measure.group_idx]
             tokens = request.num_prompt_tokens
             self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
-        self.manager.on_request_finished(state.ctx)
+        self.manager.on_request_finished(state.ctx, self._released(state))
+
+    def _released(self, state: RequestState) -> list[OffloadKey]:
+        """Return the blocks of the sessions that end with a request and that no other session shares."""
+        hints, sessions = state.hints, self._sessions
+        if hints is NO_HINTS or sessions is None:
+            return []
+        if hints.session is not None and state.scheduled and state.invalid_from is None:
+            for group, keys in zip(self.groups, state.keys, strict=True):
+                sessions.computed(keys[state.filled_tokens // group.offloaded_block_size :], hints.session)
+        released: list[OffloadKey] = []
+        for session in hints.released:
+            own = sessions.release(session)
+            self._counters.sessions_released += bool(own)
+            released += own
+        return released

@@ -145,6 +145,9 @@ class SlotIndex(TierIndex):
     def touch(self, keys: Sequence[OffloadKey], used: bool = True) -> None:
         self._stamp((self._table.touch(keys) if used else self._table.refresh(keys))[1])
 
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        self._table.release(keys)
+
     # ----------------------------------------------------------------------------------------------------------- stores
 
     @property

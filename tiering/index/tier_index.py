@@ -218,6 +218,12 @@ class TierIndex(ABC):
             used: True (default) to count a use.
         """
 
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        """Let ``keys`` be evicted before all others, the last one first, until they are used again.
+
+        The default does nothing: where nobody evicts by recency, the blocks expire.
+        """
+
     @property
     def late_lookups(self) -> int:
         """Number of lookups that were answered with no because their probe took too long."""

@@ -58,9 +58,9 @@ class CascadeQueue:
         """Lane of a request's id and ``is_fill``."""
         self.lane_of: dict[OffloadKey, QueuedRequest] = {}
         """Lane of each queued block; only the queue's methods change it, and hot paths read it."""
-        self._finished: dict[str, ReqContext] = {}
-        """Requests that have finished and still have blocks here, by id."""
-        self.ended: list[ReqContext] = []
+        self._finished: dict[str, tuple[ReqContext, Sequence[OffloadKey]]] = {}
+        """Requests that have finished and still have blocks here, by id, and the blocks that they release."""
+        self.ended: list[tuple[ReqContext, Sequence[OffloadKey]]] = []
         """Finished requests whose last block has left; the owner of the queue takes them off."""
 
     def __len__(self) -> int:
@@ -136,11 +136,11 @@ class CascadeQueue:
             lane.keys.move_to_end(key, last=False)
             self._lanes.move_to_end(lane, last=False)
 
-    def finish(self, ctx: ReqContext) -> bool:
-        """Note that a request has finished, and return True if some of its blocks are queued."""
+    def finish(self, ctx: ReqContext, released: Sequence[OffloadKey] = ()) -> bool:
+        """Note that a request has finished and releases blocks; return True if some of its blocks are queued."""
         if not any((ctx.req_id, is_fill) in self._open for is_fill in (False, True)):
             return False
-        self._finished[ctx.req_id] = ctx
+        self._finished[ctx.req_id] = ctx, released
         return True
 
     def disown(self, req_id: str) -> None:
@@ -149,9 +149,9 @@ class CascadeQueue:
             lane = self._open.pop((req_id, is_fill), None)
             if lane is not None:
                 lane.ctx = NOBODY
-        ctx = self._finished.pop(req_id, None)
-        if ctx is not None:
-            self.ended.append(ctx)
+        finished = self._finished.pop(req_id, None)
+        if finished is not None:
+            self.ended.append(finished)
 
     def _close(self, lane: QueuedRequest) -> None:
         del self._lanes[lane]

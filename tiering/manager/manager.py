@@ -380,14 +380,14 @@ class TieringOffloadingManager(OffloadingManager):
         policy = OffloadPolicy.REQUEST_LEVEL if request.wants_all else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._rest.until = None
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
             return
-        request.finished = True
+        request.finished, request.released = True, released
         self._open_lookups.drop(req_context.req_id)
         self.primary_tier.on_request_finished(req_context)
         self._promotions.release(request)
@@ -401,6 +401,8 @@ class TieringOffloadingManager(OffloadingManager):
         request.finished = True
         self._jobs.drop_awaited(request)
         self._promotions.release(request)
+        if request.released:
+            self._stats.blocks_released += self.primary_tier.release(request.released)
         self._requests.end(request)
 
     def _cascade_awaited(self) -> None:

@@ -83,6 +83,11 @@ class ManagerStats:
     evicted_blocks: int = counter(
         "blocks", "Blocks evicted from the CPU tier", "The same as evictions of the tier cpu."
     )
+    blocks_released: int = counter(
+        "blocks",
+        "Blocks of released sessions that are evicted from the CPU tier first",
+        "Compare with `sessions_released`: near 0, the sessions share their blocks, or were evicted before.",
+    )
     jobs_in_flight: int = gauge(
         "jobs", "Jobs that tiers have not reported yet", "If it grows without end, a medium hangs."
     )

@@ -51,6 +51,9 @@ class Request:
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
 
+    released: Sequence[OffloadKey] = ()
+    """Blocks that every tier evicts first once the request has ended."""
+
     refused_since: float | None = None
     """Time since when the request's stores find no room; None while they find room."""
 
@@ -186,8 +189,8 @@ class Requests:
         if self.known.get(request.ctx.req_id) is request:
             del self.known[request.ctx.req_id]
         for state in request.tiers:
-            if state.in_service and not (state.queue and state.queue.finish(request.ctx)):
-                self._tiers.call(state, state.tier.on_request_finished, request.ctx)
+            if state.in_service and not (state.queue and state.queue.finish(request.ctx, request.released)):
+                self._tiers.call(state, state.tier.on_request_finished, request.ctx, request.released)
 
     def drop_refusals(self) -> None:
         """Let all requests look for blocks anew, after a reset."""

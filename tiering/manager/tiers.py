@@ -312,9 +312,9 @@ class SecondaryTiers:
     def end_requests(self, state: TierState) -> None:
         """End the finished requests whose last block has left a tier's queue, in the tier too."""
         ended, state.queue.ended = state.queue.ended, []
-        for ctx in ended:
+        for ctx, released in ended:
             if state.in_service:
-                self.call(state, state.tier.on_request_finished, ctx)
+                self.call(state, state.tier.on_request_finished, ctx, released)
 
     def fail_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""

@@ -165,6 +165,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Record a use of keys, and return those that are readable with their rows."""
         self.refresh_readable = table.refresh
         """Make keys recent without counting a use, and return those that are readable with their rows."""
+        self.release = table.release
+        """Let blocks be evicted first until they are used again; see :meth:`BlockTable.release`."""
         self.begin_first_victims = table.begin_first_victims
         """Let rows be marked as first victims; see :meth:`tiering.table.block_table.BlockTable.begin_first_victims`."""
         self.unknown = table.unknown

@@ -362,8 +362,14 @@ class SecondaryTierManager(ABC):
         """Return the offloading policy for a request that begins."""
         return RequestOffloadingContext()
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget a request that has ended: no job for it follows."""
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+        """Drop the state of a request that has ended: no job for it follows.
+
+        Args:
+            req_context: the request.
+            released: blocks that no session needs any more, in the order of a prefix; default: none. The tier should
+                evict them before all others, until they are used again.
+        """
 
     def on_schedule_end(self) -> StepEnd | None:
         """End a step, and return the tier's state; None: the default state.

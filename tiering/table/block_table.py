@@ -80,6 +80,7 @@ class BlockTable:
         "policy",
         "readable",
         "refs",
+        "released",
     )
 
     def __init__(self, num_rows: int, eviction: str | type[EvictionPolicy] = "lru", *, rows_free: bool = True) -> None:
@@ -110,6 +111,8 @@ class BlockTable:
         """Number of rows that could be evicted now."""
         self.first_victims: FirstVictims | None = None
         """The rows that are evicted before the policy chooses; None unless :meth:`begin_first_victims` was called."""
+        self.released: FirstVictims | None = None
+        """The rows of blocks that nobody needs any more, which go before all others; None before the first one."""
         self.free_rows = FreeRows(self.refs, rows_free=rows_free)
         """The free rows. Only the table's methods change them."""
         self._pins: list[Rows] = []
@@ -155,6 +158,8 @@ class BlockTable:
             rows = np.concatenate((rows, victims)) if take else victims
         if self.first_victims is not None:
             self.first_victims.discard(rows)
+        if self.released is not None:
+            self.released.discard(rows)
         self.refs[rows] = WRITING
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
@@ -166,13 +171,17 @@ class BlockTable:
 
     def _choose(self, count: int) -> Rows:
         """Return ``count`` rows to evict: first victims, then those that the policy chooses."""
-        if self.first_victims is None:
+        if self.first_victims is None and self.released is None:
             return self.policy.evict(count)
-        first = self.first_victims.take(count)
-        if not len(first):
-            return self.policy.evict(count)
-        self.policy.remove(first)
-        return np.concatenate((first, self.policy.evict(count - len(first)))) if len(first) < count else first
+        chosen: list[Rows] = []
+        for marked in (self.released, self.first_victims):
+            if marked is not None and count and len(first := marked.take(count)):
+                self.policy.remove(first)
+                chosen.append(first)
+                count -= len(first)
+        if count:
+            chosen.append(self.policy.evict(count))
+        return chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
 
     def begin_first_victims(self, holds: Holds) -> None:
         """Let rows be marked as first victims from now on.
@@ -181,6 +190,24 @@ class BlockTable:
             holds: says for each key whether its block is held elsewhere, so that its row may be evicted first.
         """
         self.first_victims = FirstVictims(self.refs, self.keys, holds)
+
+    def release(self, keys: Sequence[bytes]) -> int:
+        """Let the blocks of ``keys`` be evicted before all others, the last one first, until they are used again.
+
+        Unknown keys are ignored. A block that is being written goes first as soon as it is readable.
+
+        Returns:
+            The number of known keys.
+        """
+        known = [row for row in map(self._row_of, keys) if row is not None]
+        if known:
+            if self.released is None:
+                self.released = FirstVictims(self.refs, self.keys)
+            self.released.add(np.fromiter(known, np.int64, len(known)))
+        return len(known)
+
+    def _row_of(self, key: bytes) -> int | None:
+        return self.readable[key] if key in self.readable else self.pending.get(key)
 
     def _keep_first_rows(self, keys: Sequence[bytes], rows: Rows) -> Rows:
         """Free all rows but the first of each key, and return the rows that are kept."""
@@ -200,6 +227,8 @@ class BlockTable:
         self.refs[rows] = 0
         self.evictable += len(rows)
         self.policy.insert(rows)
+        if self.released is not None:
+            self.released.release(rows)
 
     def abort(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Free the ``rows`` of pending ``keys``, because their write failed."""
@@ -356,6 +385,8 @@ class BlockTable:
         self.evictable += len(rows)
         if self.first_victims is not None:
             self.first_victims.release(rows)
+        if self.released is not None:
+            self.released.release(rows)
         self.policy.release(rows)
 
     def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
@@ -386,7 +417,10 @@ class BlockTable:
             found = [row for row in found if row is not None]
         if len(set(found)) < len(found):  # policies count the rows that change their lists
             keys, found = list(dict.fromkeys(keys)), list(dict.fromkeys(found))
-        return keys, np.fromiter(found, np.int64, len(found))
+        rows = np.fromiter(found, np.int64, len(found))
+        if self.released is not None:
+            self.released.discard(rows)
+        return keys, rows
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of ``keys`` that are neither readable nor pending."""
@@ -422,7 +456,7 @@ class BlockTable:
         count = min(count, self.evictable)
         if not count:
             return []
-        rows = self.policy.evict(count)
+        rows = self._choose(count)
         evicted: list[bytes] = self.keys[rows].tolist()
         self.readable.remove(evicted)
         self.evictable -= count
@@ -444,6 +478,8 @@ class BlockTable:
         self.policy.clear()
         if self.first_victims is not None:
             self.first_victims.clear()
+        if self.released is not None:
+            self.released.clear()
         return self.readable.take()
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:

@@ -1,7 +1,7 @@
-"""The rows that are evicted before all others, because another cache holds their blocks as well.
+"""The rows that are evicted before all others: nobody needs their blocks, or another cache holds them as well.
 
-The CPU tier of an engine marks the rows whose blocks the engine's own cache holds. The row that was marked last is
-taken first: its block stays longest in the other cache. A pinned row keeps its mark and is passed over; it becomes a
+The CPU tier of an engine marks the rows whose blocks the engine's own cache holds, and every tier those whose session
+is over. The row that was marked last is taken first. A pinned row keeps its mark and is passed over; it becomes a
 candidate again when its last reader has ended.
 
 A row that is taken costs another copy when its block leaves the engine's cache. The engine thus grants credit for the
@@ -30,12 +30,13 @@ class FirstVictims:
     Args:
         refs: the table's reference counts.
         keys: the table's keys.
-        holds: the other cache's answer, asked again for each row that is about to be evicted.
+        holds: the other cache's answer, asked again for each row that is about to be evicted. Default None: a mark
+            alone suffices.
     """
 
     __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_refs", "credit")
 
-    def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds) -> None:
+    def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds | None = None) -> None:
         self._refs = refs
         self._keys = keys
         self._holds = holds
@@ -77,7 +78,8 @@ class FirstVictims:
             rows = rows[:missing]
             if len(rows):
                 self._marked[rows] = False
-                rows = rows[np.fromiter(self._holds(self._keys[rows].tolist()), np.bool_, len(rows))]
+                if self._holds is not None:
+                    rows = rows[np.fromiter(self._holds(self._keys[rows].tolist()), np.bool_, len(rows))]
                 found.append(rows)
                 missing -= len(rows)
         return np.concatenate(found) if len(found) > 2 else found[-1]

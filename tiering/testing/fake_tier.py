@@ -172,7 +172,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
         self._enter("on_new_request", req_context.req_id)
         return RequestOffloadingContext(self.policy)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         self._enter("on_request_finished", req_context.req_id)
 
     def on_schedule_end(self) -> StepEnd:

@@ -1,0 +1,91 @@
+"""Hints: the same meaning from every carrier; what is malformed is ignored, and the rest stands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.api.hints import MAX_ACTIONS, NO_HINTS, RequestHints, parse_hints
+from tiering.api.request_policy import parse_request_policy
+
+
+def params(**words: Any) -> dict[str, Any]:
+    return {"kv_tiering": words}
+
+
+def action(kind: object = "release", **payload: object) -> dict[str, object]:
+    return {"action_type": kind, "payload": payload}
+
+
+def envelope(*actions: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(actions=[SimpleNamespace(**fields) for fields in actions])
+
+
+def session(name: str, salt: str | None = None) -> bytes:
+    parsed = parse_hints(None, name, salt=salt).session
+    assert parsed is not None
+    return parsed
+
+
+def test_a_request_without_hints_has_none() -> None:
+    assert parse_hints(None) is NO_HINTS
+    assert parse_hints({}) is NO_HINTS
+    assert parse_hints(params(load=False)) is NO_HINTS
+
+
+def test_the_engines_field_and_the_parameter_name_the_same_session() -> None:
+    assert parse_hints(params(session_id="s")).session == session("s")
+    assert parse_hints(params(session_id="s"), "another").session == session("s")
+
+
+def test_sessions_of_different_salts_differ() -> None:
+    assert len({session("s"), session("s", "tenant"), session("s", "other tenant"), session("t")}) == 4
+
+
+@pytest.mark.parametrize("kind", ["release", "Release", "demote", "Demote"])
+def test_a_release_ends_the_session_of_the_request_or_the_one_that_it_names(kind: str) -> None:
+    assert parse_hints(params(hints=[action(kind)]), "s") == RequestHints(session("s"), (session("s"),))
+    named = parse_hints(params(hints=[action(kind, session_id="t")]), "s")
+    assert named == RequestHints(session("s"), (session("t"),))
+
+
+def test_the_engines_envelope_means_the_same_as_the_parameters() -> None:
+    carried = parse_hints(None, "s", envelope(action(), action(session_id="t")))
+    assert carried == parse_hints(params(hints=[action(), action(session_id="t")]), "s")
+
+
+def test_actions_of_an_unknown_type_are_counted() -> None:
+    assert parse_hints(params(hints=[action("teleport"), action()]), "s").unknown == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"hints": "release"}, "hints: is not a list of actions"),
+        ({"hints": [7]}, "hints[0]: is not an action with action_type (a text) and payload (a mapping)"),
+        ({"hints": [action(3)]}, "hints[0]: is not an action"),
+        ({"hints": [{"action_type": "release", "payload": 3}]}, "hints[0]: is not an action"),
+        ({"hints": [action(session_id="")]}, "hints[0].payload.session_id: '' is not a text of 1 to 256 bytes"),
+        ({"hints": [action(session_id=4)]}, "hints[0].payload.session_id: 4 is not a text of 1 to 256 bytes"),
+        ({"hints": [action()]}, "hints[0]: names no session, and the request has none"),
+        ({"session_id": "ä" * 129}, "is not a text of 1 to 256 bytes"),
+    ],
+)
+def test_malformed_hints_are_ignored_and_named(words: dict[str, Any], reason: str) -> None:
+    hints = parse_hints(params(**words))
+    assert (hints.session, hints.released) == (None, ())
+    assert len(hints.malformed) == 1
+    assert reason in hints.malformed[0]
+    assert parse_request_policy(params(load=True, **words)).load, "the rest of the parameters stands"
+
+
+def test_actions_beyond_the_bound_are_ignored() -> None:
+    hints = parse_hints(params(hints=[action(session_id=str(number)) for number in range(MAX_ACTIONS + 4)]))
+    assert len(hints.released) == MAX_ACTIONS
+    assert len(hints.malformed) == 1
+
+
+def test_an_object_that_is_no_envelope_is_malformed() -> None:
+    assert list(parse_hints(None, "s", object()).malformed) == ["hints: is not a list of actions"]

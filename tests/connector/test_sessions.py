@@ -1,0 +1,165 @@
+"""Sessions: a release drops what only its session uses, and the bound drops the sessions used longest ago."""
+
+from __future__ import annotations
+
+import random
+
+from tests.connector.fakes import FakeRequest, finished, make_scheduler, run_prompt
+from tiering.connector.sessions import MOST_SHARERS, Sessions
+from tiering.testing.keys import keys_of
+
+A, B, C = b"A", b"B", b"C"
+KEYS = keys_of(*range(64))
+
+
+def test_a_release_returns_the_blocks_that_no_other_session_shares_in_order() -> None:
+    sessions = Sessions(1000)
+    sessions.computed(KEYS[:4], A)
+    sessions.computed(KEYS[4:6], A)
+    sessions.used(KEYS[:2], B)
+    assert sessions.release(A) == KEYS[2:6]
+    assert sessions.release(A) == []
+    assert sessions.release(B) == KEYS[:2]
+    assert (len(sessions), sessions.blocks) == (0, 0)
+
+
+def test_blocks_that_a_request_without_a_session_uses_are_never_released() -> None:
+    sessions = Sessions(1000)
+    sessions.computed(KEYS[:4], A)
+    sessions.used(KEYS[:3], None)
+    assert sessions.release(A) == KEYS[3:4]
+
+
+def test_blocks_that_a_session_has_only_found_are_not_its_own() -> None:
+    sessions = Sessions(1000)
+    sessions.used(KEYS[:4], A)
+    sessions.computed(KEYS[4:6], A)
+    assert sessions.release(A) == KEYS[4:6]
+
+
+def test_a_block_of_more_sessions_than_are_followed_is_shared_for_good() -> None:
+    sessions = Sessions(1000)
+    names = [bytes([number]) for number in range(MOST_SHARERS + 2)]
+    sessions.computed(KEYS[:2], names[0])
+    for name in names[1:]:
+        sessions.used(KEYS[:1], name)
+    assert [sessions.release(name) for name in names] == [KEYS[1:2]] + [[]] * (len(names) - 1)
+
+
+def test_the_sessions_that_were_used_longest_ago_are_followed_no_more_beyond_the_bound() -> None:
+    sessions = Sessions(16)
+    for start, name in ((0, A), (2, B), (4, A), (6, C)):
+        sessions.computed(KEYS[start : start + 2], name)
+    for number in range(5):
+        sessions.computed(KEYS[10 + 2 * number : 12 + 2 * number], bytes([number]))
+    sessions.computed(KEYS[40:42], b"last")
+    assert sessions.blocks <= 16
+    assert sessions.release(B) == []
+    assert sessions.release(C) == KEYS[6:8]
+
+
+def test_one_session_gets_a_share_of_the_bound_only() -> None:
+    sessions = Sessions(64)
+    sessions.computed(KEYS[:40], A)
+    assert sessions.release(A) == KEYS[:8]
+
+
+def test_random_lives_of_sessions_release_exactly_what_no_other_session_has() -> None:
+    for seed in range(200):
+        rng, sessions = random.Random(seed), Sessions(1 << 20)
+        users: dict[bytes, set[bytes]] = {}
+        owned: set[bytes] = set()
+        for _ in range(60):
+            name, start = rng.choice([A, B, C]), rng.randrange(50)
+            keys = KEYS[start : start + rng.randrange(1, 10)]
+            action = rng.randrange(3)
+            if action == 0:
+                sessions.computed(keys, name)
+                for key in keys:
+                    owned.add(key)
+                    users.setdefault(key, set()).add(name)
+            elif action == 1:
+                sessions.used(keys, name)
+                for key in set(keys) & owned:
+                    users[key].add(name)
+            else:
+                released = sessions.release(name)
+                for key in released:
+                    assert users[key] == {name}, (seed, key)
+                only = {key for key in owned if users[key] == {name}}
+                assert set(released) == only
+                for key in [key for key in owned if name in users[key]]:
+                    if users[key] == {name}:
+                        owned.discard(key)
+                        del users[key]
+                    else:
+                        users[key].discard(name)
+
+
+# ---------------------------------------------------------------------------------------------------- in the scheduler
+
+
+def run(scheduler: object, request: FakeRequest, blocks: list[int], found: int = 0) -> None:
+    meta = run_prompt(scheduler, request, blocks, computed=found)  # type: ignore[arg-type]
+    scheduler.update_connector_output(finished(*(order.job_id for order in meta.reqs_to_store.values())))  # type: ignore[attr-defined]
+    scheduler.request_finished(request, [])  # type: ignore[attr-defined]
+
+
+def ask(name: str, session: str | None, tokens: list[int], *actions: object) -> FakeRequest:
+    request = FakeRequest(name, tokens)
+    request.session_id = session  # type: ignore[attr-defined]
+    request.kv_transfer_params = {"kv_tiering": {"hints": list(actions)}}
+    return request
+
+
+RELEASE = {"action_type": "release", "payload": {}}
+
+
+def test_the_last_request_of_a_session_releases_all_blocks_that_the_session_has_computed() -> None:
+    scheduler, manager = make_scheduler()
+    first = ask("one", "s", [*range(8)])
+    run(scheduler, first, [1, 2])
+    last = ask("two", "s", [*range(16)], RELEASE)
+    run(scheduler, last, [1, 2, 3, 4], found=8)
+    assert manager.released == last.keys()
+    assert scheduler.get_stats()["connector"]["sessions_released"] == 1
+
+
+def test_a_prefix_that_another_session_uses_stays() -> None:
+    scheduler, manager = make_scheduler()
+    run(scheduler, ask("one", "s", [*range(16)]), [1, 2, 3, 4])
+    run(scheduler, ask("other", "t", [*range(8), 90, 91, 92, 93]), [1, 2, 5], found=8)
+    last = ask("two", "s", [*range(16)], RELEASE)
+    run(scheduler, last, [1, 2, 3, 4], found=12)
+    assert manager.released == last.keys()[2:]
+
+
+def test_what_the_first_request_of_a_session_finds_is_not_released() -> None:
+    scheduler, manager = make_scheduler()
+    request = ask("one", "s", [*range(16)], RELEASE)
+    run(scheduler, request, [1, 2, 3, 4], found=8)
+    assert manager.released == request.keys()[2:]
+
+
+def test_a_reset_forgets_the_sessions() -> None:
+    scheduler, manager = make_scheduler()
+    run(scheduler, ask("one", "s", [*range(16)]), [1, 2, 3, 4])
+    scheduler.reset_cache()
+    run(scheduler, ask("two", "t", [*range(4)], {"action_type": "release", "payload": {"session_id": "s"}}), [9])
+    assert manager.released == []
+
+
+def test_malformed_and_unknown_hints_are_counted_and_the_request_stores() -> None:
+    scheduler, manager = make_scheduler()
+    request = ask("one", None, [*range(8)], RELEASE, {"action_type": "teleport"})
+    run(scheduler, request, [1, 2])
+    counters = scheduler.get_stats()["connector"]
+    assert (counters["hints_ignored"], counters["hints_unknown"]) == (1, 1)
+    assert set(request.keys()) <= manager.rows.keys()
+
+
+def test_without_the_word_no_session_is_followed() -> None:
+    scheduler, manager = make_scheduler(session_blocks=0)
+    run(scheduler, ask("one", "s", [*range(8)], RELEASE), [1, 2])
+    assert manager.released == []
+    assert scheduler.get_stats()["connector"]["session_blocks"] == 0

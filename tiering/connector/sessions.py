@@ -1,0 +1,136 @@
+"""The sessions of an engine, and the blocks that only one session uses.
+
+A block belongs to a session if a request of the session has computed it. It is shared once a request outside the
+session uses it. When a session is released, the blocks that no other session shares are evicted first in every tier.
+Blocks that a request has found in a cache belong to nobody: another user may have left them there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tiering.api.hints import SessionId
+from tiering.api.keys import OffloadKey
+
+MOST_SHARERS = 8
+"""Largest number of sessions whose release one by one is followed for a block; more of them share it for good."""
+
+LARGEST_SHARE = 8
+"""Part of all followed blocks, as a divisor, that one session may have; later blocks of it are not followed."""
+
+
+class Session:
+    """The blocks that requests of one session have computed; compared by identity."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self) -> None:
+        self.keys: list[OffloadKey] = []
+
+
+class Sessions:
+    """The sessions that were used last, as many as the bound on their blocks allows.
+
+    Args:
+        most_blocks: largest number of blocks of all sessions together; 0: no session is followed.
+    """
+
+    __slots__ = ("_blocks", "_most", "_sessions", "_users")
+
+    def __init__(self, most_blocks: int) -> None:
+        self._most = most_blocks
+        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        """The sessions, least recently used first."""
+        self._users: dict[OffloadKey, Session | set[Session] | None] = {}
+        """The session of each block, the sessions that share the block, or None for a block that is shared for good."""
+        self._blocks = 0
+        """Number of blocks in the lists of all sessions."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that are followed; a block that sessions share counts for each of them."""
+        return self._blocks
+
+    def used(self, keys: Sequence[OffloadKey], session_id: SessionId | None) -> None:
+        """Note that a request of a session, or of none, uses ``keys``: other sessions' blocks are shared now."""
+        users = self._users
+        if users.keys().isdisjoint(keys):
+            return
+        session = None if session_id is None else self._session(session_id)
+        for key in keys:
+            if key in users and users[key] is not session:
+                self._share(key, session)
+        self._drop_oldest()
+
+    def computed(self, keys: Sequence[OffloadKey], session_id: SessionId) -> None:
+        """Note that a request of a session has computed ``keys``."""
+        if not self._most:
+            return
+        session, users = self._session(session_id), self._users
+        for key in keys[: max(0, self._most // LARGEST_SHARE - len(session.keys))]:
+            if key not in users:
+                users[key] = session
+                self._follow(key, session)
+            elif users[key] is not session:
+                self._share(key, session)
+        self._drop_oldest()
+
+    def release(self, session_id: SessionId) -> list[OffloadKey]:
+        """Follow a session no more, and return the blocks that no other session shares, the first of a prefix first."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return []
+        self._blocks -= len(session.keys)
+        users, own = self._users, list[OffloadKey]()
+        for key in session.keys:
+            user = users.get(key)
+            if user is session:
+                own.append(key)
+                del users[key]
+            elif isinstance(user, set):
+                user.discard(session)
+                if len(user) == 1:
+                    users[key] = user.pop()
+            elif user is None:
+                users.pop(key, None)
+        return own
+
+    def clear(self) -> None:
+        """Drop all sessions, because a reset has dropped their blocks."""
+        self._sessions, self._users, self._blocks = OrderedDict(), {}, 0
+
+    def _session(self, session_id: SessionId) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = Session()
+        self._sessions.move_to_end(session_id)
+        return session
+
+    def _drop_oldest(self) -> None:
+        while self._blocks > self._most or len(self._sessions) > self._most:
+            self.release(next(iter(self._sessions)))
+
+    def _share(self, key: OffloadKey, session: Session | None) -> None:
+        """Add a user to a block that has another one; None: a request without a session."""
+        user = self._users[key]
+        if user is None:
+            return
+        if session is None:
+            self._users[key] = None
+        elif isinstance(user, Session):
+            self._users[key] = {user, session}
+            self._follow(key, session)
+        elif session not in user:
+            if len(user) < MOST_SHARERS:
+                user.add(session)
+                self._follow(key, session)
+            else:
+                self._users[key] = None
+
+    def _follow(self, key: OffloadKey, session: Session) -> None:
+        session.keys.append(key)
+        self._blocks += 1
