@@ -45,6 +45,13 @@ from tiering.replay.sweep import parse_axis, points
     help="Prompt tokens computed per second (20000).",
 )
 @device_cache_option("not modelled")
+@click.option(
+    "--hints",
+    "hinted_sessions",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Share of the sessions whose clients release them at their end; default: 0.",
+)
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option(
@@ -62,6 +69,7 @@ def replay(
     kv_bytes_per_token: int | None,
     prefill_speed: float | None,
     device_cache: int | None,
+    hinted_sessions: float | None,
     block_tokens: int | None,
     as_json: bool,
     html: Path | None,
@@ -82,6 +90,7 @@ def replay(
         "kv_bytes_per_token": kv_bytes_per_token,
         "prefill_tokens_per_second": prefill_speed,
         "device_cache": device_cache,
+        "hinted_sessions": hinted_sessions,
     }
     model = load_model(model_path, {word: value for word, value in given.items() if value is not None})
     trace = Trace(traces, block_tokens)

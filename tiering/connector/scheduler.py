@@ -45,12 +45,12 @@ from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
-from tiering.connector.sessions import Sessions
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tracked import NEVER, GroupState
 from tiering.connector.variants import Variant
+from tiering.manager.sessions import Sessions
 from tiering.replay.recorder import TraceRecorder
 from tiering.runtime.ratelimit import LimitedWarning
 

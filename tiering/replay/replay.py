@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tiering.api.hints import NO_HINTS, RequestHints
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import LATE_STORE, ReqContext
 from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.manager.row_broker import TAKE_AFTER
+from tiering.manager.sessions import Sessions
 from tiering.replay.device import DeviceCache
+from tiering.replay.hints import TraceHints
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
@@ -57,6 +60,7 @@ class _Running:
     ctx: ReqContext
     request: TraceRequest
     keys: list[OffloadKey]
+    hints: RequestHints = NO_HINTS
     computed: int = 0
     """Leading blocks that the engine's own cache had."""
     begun: bool = False
@@ -89,12 +93,20 @@ class Replay:
         block_tokens: tokens of one block.
         block_bytes: bytes of one block.
         model: speeds and prices.
+        hints: hints of the requests, which have read the same trace; default: none.
 
     Raises:
         ConfigError: the stack has no room for one block.
     """
 
-    def __init__(self, stack: StackConfig, block_tokens: int, block_bytes: int, model: ReplayModel) -> None:
+    def __init__(
+        self,
+        stack: StackConfig,
+        block_tokens: int,
+        block_bytes: int,
+        model: ReplayModel,
+        hints: TraceHints | None = None,
+    ) -> None:
         self.stack: SimulatedStack = open_simulated(stack, block_bytes, model)
         """The manager, its tiers and their clock."""
         self._config = stack
@@ -112,6 +124,8 @@ class Replay:
             self._exclusive = self._manager.hold_exclusively(self._device.holds, blocks)
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
+        self._hints = hints
+        self._sessions = Sessions(stack.hints.blocks if stack.hints.release else 0)
         self._waiting: list[_Running] = []
         self._look_at = math.inf
         self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(t.tier.name for t in self.stack.tiers)], 0)
@@ -224,11 +238,12 @@ class Replay:
 
     def _arrive(self, request: TraceRequest, now: float) -> None:
         self._last = now
+        hints = NO_HINTS if self._hints is None else self._hints.of(self._requests)
         self._requests += 1
         keys = keys_of(request.hashes)
         self._blocks += len(keys)
         self._tokens += request.input_tokens
-        self._at(now, _Running(ReqContext(f"r{self._requests}"), request, keys))
+        self._at(now, _Running(ReqContext(f"r{self._requests}"), request, keys, hints))
 
     def _begin(self, running: _Running) -> None:
         """Announce a request to the manager."""
@@ -237,6 +252,8 @@ class Replay:
         running.computed = self._device.hits(keys) if self._device is not None else 0
         running.begun = True
         self._manager.touch(keys, ctx)
+        if self._hints is not None:
+            self._sessions.used(keys, running.hints.session)
 
     def _ask(self, running: _Running) -> bool:
         """Look up a request's blocks and load them, and return False if some are still being promoted."""
@@ -284,7 +301,7 @@ class Replay:
             if self._exclusive:
                 manager.engine_holds(keys[: running.held])
                 self._store_late(leaving)
-        manager.on_request_finished(running.ctx)
+        manager.on_request_finished(running.ctx, self._released(running))
 
     def _store(self, running: _Running) -> bool:
         """Store the computed blocks of a prompt, and return False if the store is to be offered again.
@@ -320,6 +337,13 @@ class Replay:
         if output is not None and output.keys_to_store:
             self._copied += len(output.keys_to_store)
             self._manager.complete_store(output.keys_to_store, LATE_STORE)
+
+    def _released(self, running: _Running) -> list[OffloadKey]:
+        """Return the blocks of the sessions that a request ends, as the connector finds them."""
+        sessions, hints = self._sessions, running.hints
+        if hints.session is not None:
+            sessions.computed(running.keys[running.held :], hints.session)
+        return [key for session in hints.released for key in sessions.release(session)]
 
     # ---------------------------------------------------------------------------------------------------------- results
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from tiering.errors import ConfigError
 from tiering.replay.curve import LruCurve
+from tiering.replay.hints import TraceHints
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
 from tiering.replay.replay import Replay
@@ -118,11 +119,15 @@ def run_study(
     Raises:
         ConfigError: the trace cannot be read or has no blocks, or a stack has no room for a block.
     """
-    replays = [Replay(point.stack, trace.info.block_tokens, block_bytes, model) for point in points[:1]]
+    tokens = trace.info.block_tokens
+    hints = TraceHints(model.hinted_sessions, tokens) if model.hinted_sessions else None
+    replays = [Replay(point.stack, tokens, block_bytes, model, hints) for point in points[:1]]
     cache = LruCurve(GRID)
     reported = 0
     for request in trace:
         cache.add(request.hashes)
+        if hints is not None:
+            hints.add(request)
         if cache.total - reported >= 1 << 16:
             reported = cache.total
             progress("reading the trace", trace.bytes_read, trace.total_bytes or 0)
@@ -133,7 +138,7 @@ def run_study(
     curve = [CurvePoint(blocks * block_bytes, cache.hit_rate(blocks)) for blocks in wanted]
     results = []
     for number, point in enumerate(points):
-        replay = replays[0] if not number else Replay(point.stack, trace.info.block_tokens, block_bytes, model)
+        replay = replays[0] if not number else Replay(point.stack, tokens, block_bytes, model, hints)
         what = ", ".join(f"{word}={value}" for word, value in point.settings.items()) or "replaying"
         total = cache.total * len(points)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.connector.fakes import FakeRequest, finished, make_scheduler, run_prompt
-from tiering.connector.sessions import MOST_SHARERS, Sessions
+from tiering.manager.sessions import MOST_SHARERS, Sessions
 from tiering.testing.keys import keys_of
 
 A, B, C = b"A", b"B", b"C"
