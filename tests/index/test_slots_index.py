@@ -96,6 +96,17 @@ def test_the_least_recently_used_block_makes_room() -> None:
     assert held(index, K[:6]) == K[2:6]
 
 
+def test_released_blocks_make_room_first_until_they_are_used_again() -> None:
+    index = make_index(4)
+    store(index, K[:4])
+    index.release([K[2], K[3]])
+    index.touch([K[3]])
+    plan = store(index, K[4:6])
+    assert len(plan.evicted) == 2
+    assert K[2] in plan.evicted
+    assert K[3] not in plan.evicted
+
+
 def test_a_held_key_of_the_same_call_is_not_evicted_for_its_neighbours() -> None:
     index = make_index(4)
     store(index, K[:4])

@@ -56,6 +56,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Keys that were looked up, in order."""
     log: list[tuple[str, object]] = field(default_factory=list)
     """Calls, in order: the method's name, and the argument that tells the calls apart."""
+    released: list[OffloadKey] = field(default_factory=list)
+    """Blocks that requests have released."""
     wanted: list[OffloadKey] = field(default_factory=list)
     """Keys that the tier wants at the end of the next step."""
     resets: bool = True
@@ -174,6 +176,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         self._enter("on_request_finished", req_context.req_id)
+        self.released += released
 
     def on_schedule_end(self) -> StepEnd:
         self._enter("on_schedule_end")

@@ -1,0 +1,58 @@
+"""Hints of a trace: its sessions, their ends, and what a replay makes of them."""
+
+from __future__ import annotations
+
+from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
+from tiering.api.hints import NO_HINTS
+from tiering.config.stack_file import load_stack
+from tiering.replay.hints import TraceHints
+from tiering.replay.model import ReplayModel
+from tiering.replay.replay import Replay
+from tiering.replay.trace import TraceRequest
+
+TRACE = [
+    request(0, range(4)),  # session 0
+    request(10, [100, 101]),  # session 1
+    request(20, range(6)),  # session 0 goes on, and ends
+    request(30, [100, 101, 102]),  # session 1 goes on, and ends
+    request(40, range(50, 54)),
+]
+
+
+def read(trace: list[TraceRequest], share: float, **options: float) -> TraceHints:
+    hints = TraceHints(share, BLOCK_TOKENS, **options)  # type: ignore[arg-type]
+    for each in trace:
+        hints.add(each)
+    return hints
+
+
+def test_a_request_continues_the_session_whose_blocks_it_begins_with() -> None:
+    hints = read(TRACE, 1.0)
+    sessions = [hints.of(number).session for number in range(5)]
+    assert sessions[0] == sessions[2] != sessions[1] == sessions[3] != sessions[4]
+
+
+def test_the_last_request_of_a_session_releases_it() -> None:
+    hints = read(TRACE, 1.0)
+    assert [bool(hints.of(number).released) for number in range(5)] == [False, False, True, True, True]
+
+
+def test_a_share_of_the_sessions_sends_hints_and_a_share_of_these_lies() -> None:
+    trace = [request(number, [1000 + number, 2000 + number]) for number in range(400)]
+    trace += [request(500 + number, [1000 + number, 2000 + number, 3000 + number]) for number in range(400)]
+    half = read(trace, 0.5)
+    assert 150 < sum(half.of(number) is not NO_HINTS for number in range(400)) < 250
+    assert [half.of(number) for number in range(800)] == [read(trace, 0.5).of(number) for number in range(800)]
+    assert not any(half.of(number).released for number in range(400))
+    assert 10 < sum(bool(read(trace, 1.0, lies=0.2).of(number).released) for number in range(400)) < 80
+    assert all(read(trace, 0.0).of(number) is NO_HINTS for number in range(800))
+
+
+def test_a_released_session_makes_room_for_one_that_goes_on() -> None:
+    trace = [request(0, range(4)), request(100, range(50, 54)), request(200, range(60, 64)), request(300, range(4))]
+    stack = load_stack({"primary": {"capacity": 8 * BLOCK_BYTES}})
+    rates = [
+        Replay(stack, BLOCK_TOKENS, BLOCK_BYTES, ReplayModel(), read(trace, share)).run(trace).hit_rate
+        for share in (0.0, 1.0)
+    ]
+    assert rates == [0.0, 4 / 16]
