@@ -354,6 +354,17 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             unit="ops",
         ),
         Panel(
+            "Sessions that hints have ended",
+            {
+                "sessions": _engine_rate("sessions_released"),
+                "blocks that go first": _engine_rate("blocks_released"),
+                "malformed hints": _engine_rate("hints_ignored"),
+                "hints without effect": _engine_rate("hints_unknown"),
+                "blocks that are followed": f"sum(kv_tiering_session_blocks{{{_ENGINE}}})",
+            },
+            "Blocks that only an ended session used make room first.",
+        ),
+        Panel(
             "In progress",
             {
                 "requests": f"sum(kv_tiering_requests_active{{{_ENGINE}}})",

@@ -115,9 +115,8 @@ class EngineCache(FreeQueueWalk):
                 old is None or (old != ids and self._is_better(key, ids))
                 for key, ids, old in zip(keys, places, found, strict=True)
             ]
-            self._record(
-                request, group, *([*compress(part, [old is None for old in found])] for part in (positions, keys))
-            )
+            unknown = [old is None for old in found]
+            self._record(request, group, [*compress(positions, unknown)], [*compress(keys, unknown)])
             keys, places = list(compress(keys, new)), list(compress(places, new))
         else:
             self._record(request, group, positions, keys)
