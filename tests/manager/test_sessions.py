@@ -1,4 +1,4 @@
-"""Sessions: a release drops what only its session uses, and the bound drops the sessions used longest ago."""
+"""Sessions: a release returns what only its session uses; the bound drops those used longest ago."""
 
 from __future__ import annotations
 

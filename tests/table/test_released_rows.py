@@ -1,4 +1,4 @@
-"""Blocks that nobody needs any more: they are evicted first, until they are used again."""
+"""Blocks that no session needs any more are evicted first, until they are used again."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ CARRIERS = [
 
 
 def life(running: Engine, ask: Callable[[Engine, list[int], str, bool], None], *, ends: bool) -> tuple[Answer, int]:
-    """Return the answer to KEPT, and the number of its blocks that came from the CPU tier, after another session."""
+    """Return the answer to KEPT after other sessions, and the number of its blocks from the CPU tier."""
     ask(running, KEPT, "kept", False)
     running.settle()
     ask(running, OVER, "over", False)

@@ -221,7 +221,7 @@ class TierIndex(ABC):
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """Let ``keys`` be evicted before all others, the last one first, until they are used again.
 
-        The default does nothing: where nobody evicts by recency, the blocks expire.
+        The default does nothing: on a medium without an order of eviction, blocks expire.
         """
 
     @property

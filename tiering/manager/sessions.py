@@ -2,7 +2,7 @@
 
 A block belongs to a session if a request of the session has computed it. It is shared once a request outside the
 session uses it. When a session is released, the blocks that no other session shares are evicted first in every tier.
-Blocks that a request has found in a cache belong to nobody: another user may have left them there.
+Blocks that a request has found in a cache belong to no session: another user may have left them there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tiering.api.hints import SessionId
 from tiering.api.keys import OffloadKey
 
 MOST_SHARERS = 8
-"""Largest number of sessions whose release one by one is followed for a block; more of them share it for good."""
+"""Largest number of sessions that are followed for one block; more of them share it for good."""
 
 LARGEST_SHARE = 8
-"""Part of all followed blocks, as a divisor, that one session may have; later blocks of it are not followed."""
+"""Quotient of all followed blocks and those of one session; its later blocks are not followed."""
 
 
 class Session:
@@ -43,7 +43,7 @@ class Sessions:
         self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
         """The sessions, least recently used first."""
         self._users: dict[OffloadKey, Session | set[Session] | None] = {}
-        """The session of each block, the sessions that share the block, or None for a block that is shared for good."""
+        """The session of each block, the sessions that share it, or None if it is shared for good."""
         self._blocks = 0
         """Number of blocks in the lists of all sessions."""
 
@@ -80,7 +80,7 @@ class Sessions:
         self._drop_oldest()
 
     def release(self, session_id: SessionId) -> list[OffloadKey]:
-        """Follow a session no more, and return the blocks that no other session shares, the first of a prefix first."""
+        """Drop a session, and return its blocks that no other session shares, in the order of a prefix."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return []

@@ -1,4 +1,4 @@
-"""The hints that the clients of a trace would send: which requests belong to a session, and which one is its last.
+"""The hints that the clients of a trace would send: the session of each request, and its end.
 
 Traces name no sessions. A request continues the session whose last request's full blocks are its own first blocks.
 """

@@ -84,7 +84,7 @@ class ReplayModel(Strict):
     Without this cache, a hit that the accelerator would have had counts for the primary tier.
     """
     hinted_sessions: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of the sessions whose clients send hints: they name the session, and release it at its end; default 0.
+    """Share of the sessions whose clients name the session and release it at its end; default 0.
 
     A request continues the session whose last request's blocks it begins with.
     """

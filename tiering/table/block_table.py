@@ -112,7 +112,7 @@ class BlockTable:
         self.first_victims: FirstVictims | None = None
         """The rows that are evicted before the policy chooses; None unless :meth:`begin_first_victims` was called."""
         self.released: FirstVictims | None = None
-        """The rows of blocks that nobody needs any more, which go before all others; None before the first one."""
+        """The rows of blocks that no session needs any more; None before the first one."""
         self.free_rows = FreeRows(self.refs, rows_free=rows_free)
         """The free rows. Only the table's methods change them."""
         self._pins: list[Rows] = []
@@ -192,7 +192,7 @@ class BlockTable:
         self.first_victims = FirstVictims(self.refs, self.keys, holds)
 
     def release(self, keys: Sequence[bytes]) -> int:
-        """Let the blocks of ``keys`` be evicted before all others, the last one first, until they are used again.
+        """Let the blocks of ``keys`` be evicted first, the last one before all, until they are used again.
 
         Unknown keys are ignored. A block that is being written goes first as soon as it is readable.
 

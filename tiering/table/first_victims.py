@@ -1,4 +1,4 @@
-"""The rows that are evicted before all others: nobody needs their blocks, or another cache holds them as well.
+"""The rows that are evicted first: no session needs their blocks, or another cache holds them too.
 
 The CPU tier of an engine marks the rows whose blocks the engine's own cache holds, and every tier those whose session
 is over. The row that was marked last is taken first. A pinned row keeps its mark and is passed over; it becomes a
