@@ -307,7 +307,7 @@ class TestBlocksBehindAnAbsentOne:
         index = make_index()
         store(index, K)
         index.end_load(K[4:8], [place for place in index.begin_load(K[4:8]) if place], [True] * 4, NOW + 10)
-        store(index, K[20:24], NOW + 11)
+        index._learn_present(K[20:24], NOW + 71)  # Another machine has stored them.
         plan = index.plan_store(K, NOW + 12)
         assert plan.positions == [position for position in range(4, 32) if position not in range(20, 24)]
 

@@ -10,7 +10,7 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.cascade_queue import NOBODY
-from tiering.secondary.contract import JobResult
+from tiering.secondary.contract import JobResult, TransferJob
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -49,6 +49,32 @@ def test_a_promotion_that_outlives_its_request_fills_in_nobodys_name() -> None:
     slow.finish_all()
     rig.step()
     assert stored(fast, NOBODY) == [[A]]
+
+
+@pytest.mark.parametrize("field", TransferJob._fields)
+def test_a_tier_cannot_change_what_the_manager_has_ordered(field: str) -> None:
+    tier = FakeTier(held={A})
+    rig = ManagerRig(8, [tier])
+    rig.manager.match_prefix([A], rig.ctx)
+    rig.step()
+    (job,) = tier.loads
+    with pytest.raises(AttributeError):
+        setattr(job, field, None)
+    with pytest.raises(ValueError, match="read-only"):
+        job.block_ids[0] = 7
+
+
+def test_a_job_has_the_deadline_of_its_tier_and_its_direction() -> None:
+    tier = FakeTier(held={A}, load_deadline=5.0, store_deadline=60.0)
+    rig = ManagerRig(8, [tier])
+    rig.manager.match_prefix([A], rig.ctx)
+    rig.step()
+    rig.manager.prepare_store([B], rig.ctx)
+    rig.manager.complete_store([B], rig.ctx)
+    (load,), (store,) = tier.loads, tier.stores
+    assert (load.deadline - load.submitted_at, store.deadline - store.submitted_at) == (5.0, 60.0)
+    now = rig.clock()
+    assert (tier.traits.deadline(now, load=True), tier.traits.deadline(now, load=False)) == (now + 5.0, now + 60.0)
 
 
 def test_nothing_is_offered_if_nothing_arrived() -> None:

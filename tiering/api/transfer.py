@@ -1,4 +1,4 @@
-"""The load and store specs, which are the two sides of a copy, and the places and outcomes of blocks on a medium."""
+"""The load and store specs, the two sides of a copy; and places and outcomes of blocks on a medium."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class BlockTransfers:
         self._index.end_store(keys, places, [False] * len(keys), self._clock())
 
     def begin_decided(self) -> bool:
-        """Begin the stores whose plans are decided by now, in their order, and return True if none is undecided."""
+        """Begin the stores whose plans are decided now, in order; return True if none is undecided."""
         while self._undecided:
             job, decision = next(iter(self._undecided.values()))
             chosen = decision(self._clock())

@@ -1,4 +1,4 @@
-"""Index of a shared medium whose machines coordinate: it learns what others store, and claims what this one stores.
+"""Index of a shared medium with coordination: it learns from other machines, and claims stores.
 
 The directory of a fleet answers probes before the medium does, and its notices name blocks that other machines have
 stored. The plan of a store is undecided until coordination has answered which of its blocks this machine shall upload,

@@ -38,7 +38,7 @@ class StorePlan(NamedTuple):
     evicted: Sequence[OffloadKey] = ()
     """Keys that were evicted to make room."""
     decision: Callable[[float], Sequence[bool] | None] | None = None
-    """Function that decides which of the blocks to write, if that is undecided; None (default): all of them.
+    """Function that decides which of the blocks to write; None (default): all of them, at once.
 
     Called with the present time, the function returns None as long as it is undecided, and then True for each block to
     write. The places of the others are given back by :meth:`TierIndex.end_store`.
@@ -151,7 +151,7 @@ class TierIndex(ABC):
         return False
 
     def close(self, timeout: float) -> bool:
-        """End the threads of the index within ``timeout`` seconds, and return True if none runs; default: none."""
+        """End the threads of the index within ``timeout`` seconds, and return True if none runs."""
         return True
 
     @abstractmethod

@@ -64,7 +64,7 @@ class IoSide(Protocol):
         """Number of threads that run a part of a store after its deadline."""
 
     def poll(self) -> Sequence[TransferJob]:
-        """Return the jobs that have ended since the last call, with their outcomes: nothing of them runs any more."""
+        """Return the jobs, with outcomes, that have ended since the last call: nothing of them runs."""
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has."""

@@ -392,7 +392,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self._events.take()
 
     def attach(self, before_reset: Callable[[], object]) -> None:
-        """Call ``before_reset`` first in each :meth:`reset_cache`; a tiering manager ends its promotions in it."""
+        """Call ``before_reset`` first in each :meth:`reset_cache`; a manager ends its promotions there."""
         self._before_reset = before_reset
 
     def reset_cache(self, revision: str | None = None) -> bool:

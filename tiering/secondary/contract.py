@@ -57,7 +57,7 @@ class _Order(NamedTuple):
 
 
 class TransferJob(_Order):
-    """Transfer of blocks between rows of the primary tier and one secondary tier, from its order to its outcomes.
+    """Transfer of blocks between primary rows and one secondary tier, from its order to its outcomes.
 
     The manager makes the job, and no tier can change what it orders. Until the tier reports the job, the tier may touch
     these rows and no other component writes them. A tier may keep attributes of its own on the job. A block tier adds
@@ -65,7 +65,10 @@ class TransferJob(_Order):
     """
 
     moved: Sequence[OffloadKey] = ()
-    """Keys of the blocks that are moved, ``keys`` or some of them; all sequences below are co-indexed with them."""
+    """Keys of the blocks that are moved, ``keys`` or some of them.
+
+    ``rows``, ``places``, ``sizes`` and ``outcomes`` are co-indexed with them.
+    """
     rows: Sequence[int]
     """Primary row of each block."""
     places: Sequence[Place]
@@ -89,6 +92,8 @@ class TransferJob(_Order):
     @property
     def moved_bytes(self) -> int:
         """Raw bytes of the blocks that were moved."""
+        if self.outcomes.count(Done.DONE) == len(self.sizes):
+            return sum(self.sizes)
         return sum(compress(self.sizes, [outcome is Done.DONE for outcome in self.outcomes]))
 
     def move(
