@@ -1,4 +1,4 @@
-"""Late stores: what the engine's own cache holds is stored when it is about to leave, and nothing else is."""
+"""Late stores: blocks are stored when they are about to leave the engine's own cache."""
 
 from __future__ import annotations
 

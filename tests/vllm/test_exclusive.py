@@ -1,4 +1,4 @@
-"""A CPU tier that holds what the GPU does not: a working set between one and two pools returns without prefill."""
+"""An exclusive CPU tier in vLLM: a working set between one and two pools returns from it."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class OffloadingManager(ABC):
         """
 
     def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
-        """Return True if the primary tier prefers blocks from now on that the engine's own cache does not hold.
+        """Return True if the primary tier prefers blocks that the engine's own cache does not hold.
 
         Args:
             holds: returns for each key whether the engine's cache holds the block now: cached, computed and trusted.
@@ -214,16 +214,16 @@ class OffloadingManager(ABC):
         """Let the rows of blocks that the engine's cache holds be evicted first; unknown keys are ignored."""
 
     def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
-        """Process blocks that the engine's cache holds no more; return how many of them the primary tier lacks.
+        """Process blocks that have left the engine's cache; return how many the primary tier lacks.
 
         Held ones become the most recent blocks, and are evicted first no more.
         """
         return 0
 
     def take_wanted(self) -> Sequence[OffloadKey]:
-        """Return blocks that tiers want and that the primary tier lacks, each once; the engine's cache may hold them.
+        """Return blocks that tiers want and that the primary tier lacks, each once.
 
-        They are stored as by :meth:`prepare_late_store`, with the context :data:`~tiering.api.request.WANTED_STORE`.
+        The engine's cache may hold them. They are stored as by :meth:`prepare_late_store`, with the context :data:`~tiering.api.request.WANTED_STORE`.
         """
         return ()
 

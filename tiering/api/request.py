@@ -19,10 +19,10 @@ class ReqContext:
 
 
 LATE_STORE = ReqContext("")
-"""The context of stores of blocks that are about to leave the engine's cache; they belong to no request."""
+"""The context of late stores, whose blocks are about to leave the engine's cache; no request."""
 
 WANTED_STORE = ReqContext("")
-"""The context of stores of blocks that tiers want and that only the engine's cache holds; they belong to no request."""
+"""The context of stores of blocks that tiers want and only the engine's cache holds; no request."""
 
 
 class OffloadPolicy(enum.Enum):

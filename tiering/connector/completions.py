@@ -119,7 +119,7 @@ class Completions:
             self.refresh_stored(state)
 
     def _loaded(self, target: LoadTarget, keys: Sequence[OffloadKey], stores: StorePlanner) -> None:
-        """Note blocks that a load has filled: the engine's cache holds them, and the CPU tier needs them no more."""
+        """Note blocks that a load has filled: now the engine's cache holds them too."""
         state = target.state
         if state.generation == target.generation and self._states.get(state.ctx.req_id) is state:
             stores.note_loaded(state)

@@ -1,4 +1,4 @@
-"""The blocks that the engine's own cache holds, for a CPU tier that prefers the others (``inclusion: exclusive``).
+"""The blocks that the engine's own cache holds, for a CPU tier that prefers all others.
 
 A block is *noted* when it may be stored: it was loaded, or is computed at the end of the step, and all that applies to
 a store applies to it (:mod:`tiering.connector.stores`). The note is the name of a GPU block's content. It ends when the
@@ -28,7 +28,7 @@ from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
 
 POOL_PART = 8
-"""Quotient of all GPU blocks and those that the walk looks at, if that is what two to four steps use up."""
+"""Quotient of all GPU blocks and those that the walk looks at, between two and four steps' need."""
 
 
 class LateStore(NamedTuple):
@@ -79,7 +79,7 @@ class EngineCache(FreeQueueWalk):
         self.blocks_of: dict[OffloadKey, tuple[int, ...]] = {}
         """GPU blocks of each noted block; only the methods of this class change the dictionary."""
         self._key_of: dict[int, OffloadKey] = {}
-        """Name of the last block that was noted in each GPU block, which the note may have left for another copy."""
+        """Name of the last block that was noted in each GPU block; the note may have ended."""
         self._passed: set[int] = set()
         """GPU blocks in the queue between its head and the cursor."""
         self._step = 0
@@ -212,7 +212,7 @@ class EngineCache(FreeQueueWalk):
     # ------------------------------------------------------------------------------------------------------------- walk
 
     def plan(self) -> LateStore | None:
-        """Return the late store of blocks that are about to leave the engine's cache; None: nothing is to be copied."""
+        """Return the late store of blocks that leave the engine's cache soon; None: nothing to copy."""
         before = self.cursor
         if before is None or before.ref_cnt > 0:
             self.cursor = before = None
@@ -256,7 +256,7 @@ class EngineCache(FreeQueueWalk):
         return late
 
     def plan_wanted(self) -> LateStore | None:
-        """Return the store of blocks that other tiers want and only the engine's cache holds; None: there are none."""
+        """Return the store of blocks that tiers want and only the engine's cache holds; None: none."""
         wanted = self._manager.take_wanted()
         if not wanted:
             return None

@@ -1,4 +1,4 @@
-"""The walk along the engine's free queue: the blocks that the engine will use up next, the first one first."""
+"""The walk along the engine's free queue, in the order in which the engine uses up its blocks."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     # --------------------------------------------------------------------------------------------------------- requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: EngineBlockPool) -> None:
-        """Set the engine's own block pool, which shows the blocks that the engine's cache holds, and loses next.
+        """Set the engine's own block pool, which shows the blocks that the engine's cache holds.
 
         Without a pool, all GPU blocks are suspects after a reset until they are filled again. An exclusive CPU tier
         needs a pool with a prefix cache and a free queue; otherwise the tier is inclusive.

@@ -187,7 +187,7 @@ class StorePlanner:
         return order, 0
 
     def _not_noted(self, cache: EngineCache, offers: Sequence[Offer], state: RequestState) -> list[Offer]:
-        """Return those of ``offers`` that an exclusive CPU tier stores as they are computed, to feed other tiers."""
+        """Return the part of ``offers`` that an exclusive CPU tier stores now, to feed other tiers."""
         if not self._manager.stores_computed:
             return [Offer((), [], as_rows([]))] * len(offers)
         if state.request_level:

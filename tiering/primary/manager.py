@@ -168,7 +168,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.release = table.release
         """Let blocks be evicted first until they are used again; see :meth:`BlockTable.release`."""
         self.begin_first_victims = table.begin_first_victims
-        """Let rows be marked as first victims; see :meth:`tiering.table.block_table.BlockTable.begin_first_victims`."""
+        """Let rows be marked as first victims; see :class:`tiering.table.first_victims.FirstVictims`."""
         self.unknown = table.unknown
         """Return those of some keys that are neither readable nor being written."""
         self.abort = table.abort

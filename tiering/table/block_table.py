@@ -110,7 +110,7 @@ class BlockTable:
         self.evictable = 0
         """Number of rows that could be evicted now."""
         self.first_victims: FirstVictims | None = None
-        """The rows that are evicted before the policy chooses; None unless :meth:`begin_first_victims` was called."""
+        """The rows that are evicted before the policy chooses; None before :meth:`begin_first_victims`."""
         self.released: FirstVictims | None = None
         """The rows of blocks that no session needs any more; None before the first one."""
         self.free_rows = FreeRows(self.refs, rows_free=rows_free)
