@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.handlers import CopyNothing
-from tests.vllm.rig import BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, wrong
+from tests.vllm.rig import BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
 
 PROMPTS = [prompt(seed) for seed in range(10)]
 """Prompts of six whole blocks each: more than the GPU's pool holds, and less than two such pools."""
@@ -57,6 +57,19 @@ def test_two_pools_hold_what_one_pool_and_its_copy_do_not(llama: Path, expected:
             assert wrong(in_turn(running), expected) != [], "what is loaded matters"
         running.settle()
         assert running.free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_disk_behind_the_tier_gets_each_block_once(llama: Path, expected: list[Answer], tmp_path: Path) -> None:
+    disk = {"type": "local", "path": str(tmp_path), "capacity": "64MiB"}
+    with engine(llama, {**stack("exclusive"), "secondary": [disk]}, max_num_batched_tokens=STEP) as running:
+        for _ in range(2):
+            assert wrong(in_turn(running), expected) == []
+        answers, loaded = running.loaded(lambda: in_turn(running))
+        assert wrong(answers, expected) == []
+        assert loaded >= 50 * BLOCK_BYTES
+        assert running.tier("local")["blocks"] == whole_blocks(PROMPTS)
+        assert running.tier("local")["written_bytes"] < 2 * whole_blocks(PROMPTS) * BLOCK_BYTES
+        assert count(running, "late_stores") > 0
 
 
 def test_negative_control_an_inclusive_tier_of_this_size_finds_nothing(llama: Path, expected: list[Answer]) -> None:

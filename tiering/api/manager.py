@@ -223,7 +223,8 @@ class OffloadingManager(ABC):
     def take_wanted(self) -> Sequence[OffloadKey]:
         """Return blocks that tiers want and that the primary tier lacks, each once.
 
-        The engine's cache may hold them. They are stored as by :meth:`prepare_late_store`, with the context :data:`~tiering.api.request.WANTED_STORE`.
+        The engine's cache may hold them. They are stored as by :meth:`prepare_late_store`, with the context
+        :data:`~tiering.api.request.WANTED_STORE`.
         """
         return ()
 

@@ -115,8 +115,8 @@ class EngineCache(FreeQueueWalk):
                 old is None or (old != ids and self._is_better(key, ids))
                 for key, ids, old in zip(keys, places, found, strict=True)
             ]
-            unknown = [old is None for old in found]
-            self._record(request, group, [*compress(positions, unknown)], [*compress(keys, unknown)])
+            first = [old is None for old in found]
+            self._record(request, group, list(compress(positions, first)), list(compress(keys, first)))
             keys, places = list(compress(keys, new)), list(compress(places, new))
         else:
             self._record(request, group, positions, keys)
