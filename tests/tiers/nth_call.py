@@ -81,7 +81,13 @@ class Calls:
         self._lock = threading.Lock()
 
     def fail(self, target: Call, fault: str, *, lasting: bool) -> None:
-        """Fail the call ``target`` with ``fault``; ``lasting``: and all later ones of its kind until :meth:`heal`."""
+        """Fail the call ``target`` with ``fault``.
+
+        Args:
+            target: the call.
+            fault: kind of the fault.
+            lasting: True if all later calls of the same kind fail too, until :meth:`heal`.
+        """
         self._target, self._fault, self._lasting = target, fault, lasting
 
     def heal(self) -> None:
@@ -329,7 +335,7 @@ _ALLOCATE = Files.allocate
 
 
 def _half(data: Any) -> Any:
-    """Return the first half of what is to be moved, as a short write or read does."""
+    """Return the first half of the bytes or buffers of a write or read, as if it were short."""
     if isinstance(data, int):
         return max(1, data // 2)
     if isinstance(data, bytes):

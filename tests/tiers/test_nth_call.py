@@ -1,4 +1,4 @@
-"""For each call of a tier's life to its medium: if the call fails, no promise breaks, and service comes back.
+"""Each call of a tier's life to its medium may fail: no promise breaks, and service comes back.
 
 The life (:meth:`tests.tiers.nth_call.World.live`) has an opening, stores, loads, both kinds of resets, and a restart.
 It touches every document of a medium: epochs, namespaces, leases, checkpoints, marks, and the lock. A call fails once,
