@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-JOBS   ?= 2
+# Processes of the tests. They wait for each other's servers and processes half of the time, so two for each core.
+JOBS   ?= 4
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 GPU_ARGS    ?=
@@ -18,7 +19,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow test-vllm lint format bench bench-vllm gpu clean
+.PHONY: help setup demo docs test test-slow test-vllm coverage lint format bench bench-vllm gpu clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,10 @@ docs: $(STAMP)  ## The documents as a site, in build/site; a link that leads now
 test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name"), then test-vllm
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-vllm PYTEST_ARGS=
+
+coverage: $(STAMP)  ## The branches of table, manager, connector, index and epochs that their tests take; too few are an error
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" -q --cov --cov-report=term \
+	  tests/table tests/manager tests/connector tests/index tests/epochs
 
 test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
@@ -74,4 +79,4 @@ gpu: $(STAMP)  ## Check a GPU machine: copies, then vLLM's server (GPU_ARGS="--o
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:  ## Remove what was built, .venv excepted
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
