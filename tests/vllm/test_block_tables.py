@@ -92,9 +92,9 @@ def engine_of(shape: list[tuple[Any, bool]]) -> EngineConfig:
     return read_geometry(config, cache, lambda spec: get_kv_cache_spec_kind(spec).value, HASH).engine
 
 
-def make_request(name: str, tokens: list[int] | None = None) -> Request:
+def make_request(name: str, tokens: list[int] | None = None, size: int = HASH) -> Request:
     kv_cache_utils.init_none_hash(sha256)
-    hasher = kv_cache_utils.get_request_block_hasher(HASH, sha256)
+    hasher = kv_cache_utils.get_request_block_hasher(size, sha256)
     return Request(name, tokens or list(range(TOKENS)), SamplingParams(max_tokens=4), None, block_hasher=hasher)
 
 
