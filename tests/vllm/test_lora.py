@@ -12,7 +12,6 @@ import pytest
 
 from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, engine, prompt, whole_blocks, wrong
-from tiering.engines.vllm.lora import AdapterNames
 
 PROMPTS = [prompt(seed) for seed in range(3)]
 ALL = whole_blocks(PROMPTS) * BLOCK_BYTES
@@ -240,36 +239,3 @@ def test_an_adapter_whose_files_are_not_known_uses_the_cpu_tier_only(
                 assert wrong(ask(tiered, adapter), expected["two"]) == []
                 tiered.evict()
     assert tiered.tier("local")["blocks"] == blocks
-
-
-@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_mode_simple_gives_no_kv_of_an_adapter_to_one_that_was_loaded_in_its_place(
-    llama: Path,
-    expected: dict[str, list[Answer]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    guarded: bool,
-) -> None:
-    """Without the guard, answers are wrong, and the test sees them."""
-    if not guarded:
-        monkeypatch.setattr(AdapterNames, "_confused", lambda names, name: None)
-    path = write_adapter(tmp_path / "adapter", 1)
-    before, after = Asked("parrot", 1, path), Asked("parrot", 1, path, in_place=True)
-    with engine(llama, {"mode": "simple", "primary": {"capacity": "64MiB"}}, **OPTIONS) as running:
-        hold(running, before)
-        for ordered in (0, ALL):
-            answers, loaded = running.loaded(lambda: ask(running, before))
-            assert (wrong(answers, expected["one"]), loaded) == ([], ordered)
-            running.evict()
-        write_adapter(path, 2)
-        answers = []
-        for adapter in (after, before, before):
-            answers += ask(running, adapter)
-            running.evict()
-        assert (wrong(answers, expected["two"] * 3) == []) == guarded
-        assert running.llm.reset_prefix_cache(reset_connector=True)
-        hold(running, before)
-        for ordered in (0, ALL):
-            answers, loaded = running.loaded(lambda: ask(running, before))
-            assert (wrong(answers, expected["two"]), loaded) == ([], ordered)
-            running.evict()

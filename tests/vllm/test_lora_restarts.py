@@ -8,9 +8,10 @@ import pytest
 
 from tests.vllm.models import write_adapter
 from tests.vllm.rig import Answer, engine, wrong
-from tests.vllm.test_lora import ALL, OPTIONS, Asked, ask
+from tests.vllm.test_lora import ALL, OPTIONS, Asked, ask, hold
 from tiering.connector.variants import Variant
 from tiering.engines.vllm.adapter_loads import AdapterLoads
+from tiering.engines.vllm.lora import AdapterNames
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,36 @@ def test_files_that_change_after_they_were_read_give_no_wrong_answer(
     with engine(llama, stack, **OPTIONS) as second:
         answers, loaded = second.loaded(lambda: ask(second, Asked("parrot", 1, path)))
         assert (wrong(answers, expected["two" if early else "one"]), loaded == ALL) == ([], early)
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+def test_mode_simple_gives_no_kv_of_an_adapter_to_one_that_was_loaded_in_its_place(
+    llama: Path,
+    expected: dict[str, list[Answer]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    guarded: bool,
+) -> None:
+    """Without the guard, answers are wrong, and the test sees them."""
+    if not guarded:
+        monkeypatch.setattr(AdapterNames, "_confused", lambda names, name: None)
+    path = write_adapter(tmp_path / "adapter", 1)
+    before, after = Asked("parrot", 1, path), Asked("parrot", 1, path, in_place=True)
+    with engine(llama, {"mode": "simple", "primary": {"capacity": "64MiB"}}, **OPTIONS) as running:
+        hold(running, before)
+        for ordered in (0, ALL):
+            answers, loaded = running.loaded(lambda: ask(running, before))
+            assert (wrong(answers, expected["one"]), loaded) == ([], ordered)
+            running.evict()
+        write_adapter(path, 2)
+        answers = []
+        for adapter in (after, before, before):
+            answers += ask(running, adapter)
+            running.evict()
+        assert (wrong(answers, expected["two"] * 3) == []) == guarded
+        assert running.llm.reset_prefix_cache(reset_connector=True)
+        hold(running, before)
+        for ordered in (0, ALL):
+            answers, loaded = running.loaded(lambda: ask(running, before))
+            assert (wrong(answers, expected["two"]), loaded) == ([], ordered)
+            running.evict()
