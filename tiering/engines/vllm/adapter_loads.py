@@ -100,7 +100,8 @@ class AdapterLoads:
         self._settings = json.dumps(words, sort_keys=True)
         self._held: dict[str, str] = {}
         self._news: dict[str, str] = {}
-        self._private_loads = 0
+        self._loads = 0
+        """Number of loads, equal on all workers of an engine."""
         self._read: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._one_reader = Lock()
 
@@ -138,13 +139,13 @@ class AdapterLoads:
             key: key of the adapter.
             content: identity of the content of its files; "" if that is not known; None if what was loaded may change.
         """
+        self._loads += 1
         if content is None:
             identity = ""
         elif content:
             identity = self._identity(content)
         else:
-            self._private_loads += 1
-            identity = f"{_PRIVATE}{self._private_loads} of {self._engine_id}"
+            identity = f"{_PRIVATE}{self._loads} of {self._engine_id}"
         if not content:
             logger.warning(
                 "the files of the LoRA adapter %r changed while it was loaded, or are not known: its requests use %s "

@@ -281,8 +281,8 @@ class AdapterNames(AdapterGuard):
 def _in_memory(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the parameters of a request with the CPU tier as the only one that it may use."""
     params = params or {}
-    mine = params.get("kv_tiering")
-    return {**params, "kv_tiering": {**mine, "tiers": []} if isinstance(mine, Mapping) else mine or {"tiers": []}}
+    mine = params.get("kv_tiering", {})
+    return {**params, "kv_tiering": {**mine, "tiers": []}} if isinstance(mine, Mapping) else params
 
 
 def _without_tiers(request: Any, variant: Variant | None = None) -> RequestWithParams:
