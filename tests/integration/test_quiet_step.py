@@ -1,4 +1,4 @@
-"""The end of a step in which nothing has changed makes few calls, which every step pays for."""
+"""Steps make few calls: those without news, and those in which the stores of several requests end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from types import FrameType
 import pytest
 
 from tiering.api.namespace import ModelIdentity
+from tiering.api.request import ReqContext
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import load_stack
 from tiering.manager.waiting import wait_until_idle
+from tiering.testing.keys import keys_of
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="quiet step")
 BLOCK_BYTES = 64 << 10
@@ -56,3 +58,20 @@ def test_a_step_without_news_makes_few_calls(tmp_path: Path, capacity: str) -> N
     assert all(counts["BlockTier.on_schedule_end"] == 1 for counts in seen)
     fewest = min(seen, key=Counter.total)
     assert fewest.total() <= MOST_CALLS_OF_A_TIER, fewest
+
+
+def test_stores_that_end_together_cost_a_disk_one_job(tmp_path: Path) -> None:
+    disk = {"type": "local", "path": str(tmp_path), "capacity": "64MiB"}
+    stack = load_stack({"primary": {"capacity": "8MiB"}, "secondary": [disk]})
+    keys, number = keys_of(*range(24)), 8
+    with open_manager(stack, BLOCK_BYTES, MODEL) as manager:
+        assert wait_until_idle(manager)
+        requests = [ReqContext(f"request {request}") for request in range(number)]
+        stores = [(keys[at * 3 : at * 3 + 3], ctx, True) for at, ctx in enumerate(requests)]
+        for part, ctx, _ in stores:
+            manager.on_new_request(ctx)
+            assert manager.prepare_store(part, ctx) is not None
+        seen = calls(lambda: manager.complete_stores(stores))
+        seen += calls(lambda: wait_until_idle(manager))
+        assert manager.get_stats()["tiers"]["local"]["cascades"] == len(keys)
+    assert seen["IoHost.submit"] == seen["BlockTransfers.store"] == seen["BlockTransfers._end"] == 1

@@ -30,6 +30,7 @@ CALLS: dict[str, Call] = {
     "touch": lambda rig: rig.manager.touch([A], rig.ctx),
     "prepare_store": lambda rig: rig.manager.prepare_store([A], rig.ctx),
     "complete_store": lambda rig: rig.manager.complete_store([], rig.ctx),
+    "complete_stores": lambda rig: rig.manager.complete_stores([]),
     "on_new_request": lambda rig: rig.manager.on_new_request(ReqContext("r2")),
     "on_request_finished": lambda rig: rig.manager.on_request_finished(rig.ctx),
     "on_schedule_end": lambda rig: rig.step(),

@@ -195,6 +195,15 @@ class OffloadingManager(ABC):
             success: False if the copy failed.
         """
 
+    def complete_stores(self, stores: Sequence[tuple[Sequence[OffloadKey], ReqContext, bool]]) -> None:
+        """Complete several stores, of which slower tiers get all blocks together; see :meth:`complete_store`.
+
+        Args:
+            stores: the arguments of each call.
+        """
+        for keys, req_context, success in stores:
+            self.complete_store(keys, req_context, success)
+
     def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
         """Return True if the primary tier prefers blocks that the engine's own cache does not hold.
 

@@ -126,6 +126,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             min_prefix_blocks=options.min_prefix_blocks,
             fill=options.admission != "none",
             announces_news=self._announces,
+            mixes_requests=True,
             intake=self,
         )
 

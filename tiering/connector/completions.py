@@ -91,32 +91,40 @@ class Completions:
             if report.failed:
                 self._note_failures(self._jobs.newly_failed(report), invalid)
             done = self._jobs.take_done(report)
-        for job in done:
-            self.ended(job)
-
-    def ended(self, job: Job) -> None:
-        """Release the fences of a job that has ended on all workers, and complete it in the manager."""
-        self._fences.release(job.job_id)
-        self.orphans.discard(job.job_id)
-        if job.load is not None:
+        loads = [job for job in done if job.load is not None]
+        for job in loads:
+            self._release(job)
             self._loads.ended(job)
             self._manager.complete_load(job.keys, job.ctx)
-            if self.stores is not None and not (job.failed or job.orphan):
+            if self.stores is not None and job.load is not None and not (job.failed or job.orphan):
                 self._loaded(job.load, job.keys, self.stores)
+        self.end_stores(done if not loads else [job for job in done if job.load is None])
+
+    def _release(self, job: Job) -> None:
+        self._fences.release(job.job_id)
+        self.orphans.discard(job.job_id)
+
+    def end_stores(self, jobs: Sequence[Job]) -> None:
+        """Release the fences of stores that have ended on all workers, and complete them in the manager together."""
+        if not jobs:
             return
-        if job.failed:
-            self._events.store_failed(job.keys)
-        success = not (job.failed or job.orphan)
-        if job.ctx is LATE_STORE and job.failed:
-            self._counters.exclusive_losses += len(job.keys)
-        self._manager.complete_store(job.keys, job.ctx, success=success)
-        state = self._states.get(job.ctx.req_id)
-        if state is None or state.ctx is not job.ctx:
-            return
-        if job.distrusted:
-            state.rewind()
-        elif success and state.note_stored(len(job.keys)):
-            self.refresh_stored(state)
+        stores = []
+        for job in jobs:
+            self._release(job)
+            if job.failed:
+                self._events.store_failed(job.keys)
+                if job.ctx is LATE_STORE:
+                    self._counters.exclusive_losses += len(job.keys)
+            stores.append((job.keys, job.ctx, not (job.failed or job.orphan)))
+        self._manager.complete_stores(stores)
+        for job in jobs:
+            state = self._states.get(job.ctx.req_id)
+            if state is None or state.ctx is not job.ctx:
+                continue
+            if job.distrusted:
+                state.rewind()
+            elif not (job.failed or job.orphan) and state.note_stored(len(job.keys)):
+                self.refresh_stored(state)
 
     def _loaded(self, target: LoadTarget, keys: Sequence[OffloadKey], stores: StorePlanner) -> None:
         """Note blocks that a load has filled: now the engine's cache holds them too."""

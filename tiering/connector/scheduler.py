@@ -210,8 +210,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         stores: dict[ReqId, TransferOrder] = {}
         if self._stores.last:
             stores, withdrawn = self._stores.take_last(flush, self.states)
-            for job in withdrawn:
-                self._completions.ended(job)
+            self._completions.end_stores(withdrawn)
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)

@@ -12,7 +12,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
 from tiering.manager.answers import CREDIT, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
-from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.cascade_queue import AT_ONCE, NOBODY
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
@@ -78,6 +78,10 @@ class TierJobs:
         self._ids = count(1)
         self._loads: dict[int, Promotion] = {}
         """Promotions whose tier has not reported their load, by number of the job."""
+        self._together = 0
+        """Largest number of blocks of the cascades that become one job per tier; 0: each becomes a job of its own."""
+        self._gathered: dict[TierState, tuple[dict[OffloadKey, None], list[Rows]]] = {}
+        """Blocks of these cascades, which have credit and are not submitted yet."""
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}
         """Per request, the blocks that it needs and other requests are writing.
 
@@ -149,15 +153,15 @@ class TierJobs:
             return
         now, count = self._clock(), 0
         if not queue:
-            if state.credit < len(keys):
-                self._ask_credit(state, intake, len(keys))
+            if state.credit < len(keys) and state not in self._gathered:  # the tier does not count gathered blocks
+                self._ask_credit(state, intake, max(len(keys), self._together))
             count = int(min(state.credit, len(keys)))
         if count:
             state.credit -= count
-            begun = rows[:count]
-            self._primary.pin(begun)
-            begun.flags.writeable = False
-            self._submit_store(state, tuple(keys[:count]), begun, ctx, now, is_fill=is_fill)
+            if self._together and state.mixes_requests and count < AT_ONCE and not is_fill:
+                self._gather(state, keys[:count], rows[:count])
+            else:
+                self._submit_pinned(state, tuple(keys[:count]), rows[:count], ctx, now, is_fill=is_fill)
         if count < len(keys) and state.in_service:
             if not queue:
                 state.queued_since = now
@@ -165,6 +169,43 @@ class TierJobs:
             waiting = rows[count:]
             state.has[waiting], state.settled_until[waiting] = False, math.inf
             self._broker.hold(state, waiting)
+
+    def _submit_pinned(
+        self, state: TierState, keys: tuple[OffloadKey, ...], rows: Rows, ctx: ReqContext, now: float, *, is_fill: bool
+    ) -> None:
+        self._primary.pin(rows)
+        rows.flags.writeable = False
+        self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
+
+    def begin_together(self, blocks: int) -> None:
+        """Let the next cascades to a tier that mixes requests become one job, at :meth:`submit_together`.
+
+        Args:
+            blocks: largest number of blocks of all these cascades together.
+        """
+        self._together = blocks
+
+    def submit_together(self) -> None:
+        """Submit the blocks of the cascades since :meth:`begin_together`."""
+        self._together = 0
+        for state in self._states:
+            state.credit = 0.0  # the tier was asked about these blocks only
+            if state in self._gathered:
+                self._submit_gathered(state)
+
+    def _gather(self, state: TierState, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        """Keep blocks, which their tier has admitted and has credit for, until :meth:`submit_together`."""
+        if state in self._gathered:
+            gathered = self._gathered[state][0]
+            if len(gathered) + len(keys) > AT_ONCE or not gathered.keys().isdisjoint(keys):
+                self._submit_gathered(state)
+        gathered, parts = self._gathered.setdefault(state, ({}, []))
+        gathered.update(dict.fromkeys(keys))
+        parts.append(rows)
+
+    def _submit_gathered(self, state: TierState) -> None:
+        keys, rows = self._gathered.pop(state)
+        self._submit_pinned(state, tuple(keys), np.concatenate(rows), NOBODY, self._clock(), is_fill=False)
 
     def _ask_credit(self, state: TierState, intake: TierIntake, wanted: int) -> None:
         """Return the number of ``wanted`` blocks that a tier has credit for until the end of the next step."""

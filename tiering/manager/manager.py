@@ -311,6 +311,18 @@ class TieringOffloadingManager(OffloadingManager):
         if request is not None and request.finished and self._known.get(req_context.req_id) is request:
             self._close_if_done(request)
 
+    def complete_stores(self, stores: Sequence[tuple[Sequence[OffloadKey], ReqContext, bool]]) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        if not self._states or len(stores) == 1:
+            super().complete_stores(stores)
+            return
+        self._jobs.begin_together(sum([len(keys) for keys, _, success in stores if success]))
+        try:
+            super().complete_stores(stores)
+        finally:
+            self._jobs.submit_together()
+
     # -------------------------------------------------------------------------------------------------------- exclusive
 
     def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:

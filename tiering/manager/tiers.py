@@ -54,6 +54,7 @@ class TierState:
     store_deadline: float | None
     max_load_blocks: int | None
     min_prefix_blocks: int
+    mixes_requests: bool
     fill: bool
     max_loading_rows: int
     """Largest number of primary rows that the tier's loads may hold."""
@@ -113,6 +114,7 @@ class TierState:
                 tier, traits, "max_load_blocks", "a positive whole number or None", _optional_count
             ),
             min_prefix_blocks=_attribute(tier, traits, "min_prefix_blocks", "a positive whole number", _count),
+            mixes_requests=_attribute(tier, traits, "mixes_requests", "True or False", truth),
             fill=_attribute(tier, traits, "fill", "True or False", truth),
             max_loading_rows=max(1, int(share * num_rows)),
             settled_until=np.zeros(num_rows),

@@ -46,6 +46,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Smallest number of blocks that a load is worth; default 1."""
     fill: bool = True
     """True if the tier takes blocks that a slower tier has delivered; default True."""
+    mixes_requests: bool = False
+    """True if one store may have blocks of several requests; default False."""
     takes_all: bool = False
     """True if the tier has no intake of its own; default False."""
     stores: list[TransferJob] = field(default_factory=list)
@@ -98,6 +100,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
             self.max_load_blocks,
             self.min_prefix_blocks,
             self.fill,
+            mixes_requests=self.mixes_requests,
             intake=None if self.takes_all else self,
         )
 
