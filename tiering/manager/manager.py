@@ -326,6 +326,8 @@ class TieringOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------------------------------------------------- exclusive
 
     def hold_exclusively(self, holds: Callable[[Sequence[OffloadKey]], Sequence[bool]] | None, blocks: int = 0) -> bool:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         if self._exclusive and holds is None:
             _log.warning("primary.inclusion: is inclusive, because the engine does not show what its own cache holds")
         elif self._exclusive and holds is not None:
@@ -353,6 +355,8 @@ class TieringOffloadingManager(OffloadingManager):
         return len(self.primary_tier.unknown(keys))
 
     def take_wanted(self) -> Sequence[OffloadKey]:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         missing = self._steps.missing
         if not missing:
             return ()
