@@ -1,9 +1,10 @@
 """The keys of a table with their rows, in several dictionaries.
 
 A dictionary that grows, or that has replaced most of its keys, is built anew in one go. With 10 million keys, that
-takes most of a second. Large tables therefore have several dictionaries, chosen by the first bits of a key's hash,
-which every search needs anyway. Their shares of the keys differ, by up to a factor of two, so that each is built anew
-at another time. A small table has one dictionary: neighbours in time are then neighbours in memory.
+takes most of a second. Large tables therefore have several dictionaries, chosen by the first byte of a key, because
+keys begin with a hash. Very large ones have more, chosen by the first bits of Python's hash of a key, which costs some
+nanoseconds more. The dictionaries' shares of the keys differ, so that they are built anew at different times. A small
+table has one dictionary: neighbours in time are then neighbours in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, count, repeat, takewhile
-from operator import contains, delitem, getitem, not_, rshift, setitem
+from operator import contains, delitem, getitem, itemgetter, not_, rshift, setitem
 from sys import hash_info
 
 UNDIVIDED_ROWS = 1 << 16
@@ -23,14 +24,11 @@ _KEYS_PER_TABLE = 1 << 13
 Keys = dict[bytes, int]
 """Key → row."""
 
-_PLACES = 1 << 14
-"""Ranges of hashes, a power of two."""
+_MOST_TABLES_BY_BYTE = 128
+_MOST_TABLES = 1 << 12
+"""Largest number of dictionaries: a reset creates as many."""
 
-_MOST_TABLES = _PLACES // 4
-"""Largest number of dictionaries; each has two ranges at least."""
-
-_SHIFT = hash_info.width - 14
-"""Bits of a hash below those that choose the range: -8192 to 8191, an index of a list."""
+_first = itemgetter(0)
 
 
 class KeyRows(Mapping[bytes, int]):
@@ -40,7 +38,7 @@ class KeyRows(Mapping[bytes, int]):
         num_rows: largest number of keys.
     """
 
-    __slots__ = ("_different", "_one", "_tables")
+    __slots__ = ("_different", "_one", "_shift", "_tables")
 
     def __init__(self, num_rows: int) -> None:
         self._create(1 if num_rows <= UNDIVIDED_ROWS else min(-(-num_rows // _KEYS_PER_TABLE), _MOST_TABLES))
@@ -48,10 +46,14 @@ class KeyRows(Mapping[bytes, int]):
     def _create(self, count: int) -> None:
         self._different: list[Keys] = [{} for _ in range(count)]
         self._one = self._different[0] if count == 1 else None
+        by_byte = count <= _MOST_TABLES_BY_BYTE
+        bits = 8 if by_byte else 3 + count.bit_length()
+        self._shift = None if by_byte else hash_info.width - bits
+        """Bits of a hash below its first ones, an index of a list of both signs; None: the first byte is the index."""
         self._tables: list[Keys] = []
-        """Dictionary of each range of hashes; empty if there is one dictionary."""
+        """Dictionary of each first byte, or of each range of hashes; empty if there is one dictionary."""
         for number, table in enumerate(self._different[count == 1 :], 1):
-            end = round(_PLACES * (2 ** (number / count) - 1))
+            end = round((2 ** (number / count) - 1) * 2**bits)
             self._tables += [table] * (end - len(self._tables))
 
     def take(self) -> list[Keys]:
@@ -64,11 +66,15 @@ class KeyRows(Mapping[bytes, int]):
 
     def __contains__(self, key: object) -> bool:
         one = self._one
-        return key in (self._tables[hash(key) >> _SHIFT] if one is None else one)
+        return key in (self._table_of(key) if one is None else one)  # type: ignore[arg-type]
 
     def __getitem__(self, key: bytes) -> int:
         one = self._one
-        return self._tables[hash(key) >> _SHIFT][key] if one is None else one[key]
+        return self._table_of(key)[key] if one is None else one[key]
+
+    def _table_of(self, key: bytes) -> Keys:
+        """Return the dictionary of a key of a divided table."""
+        return self._tables[key[0] if self._shift is None else hash(key) >> self._shift]
 
     def __iter__(self) -> Iterator[bytes]:
         return chain.from_iterable(self._different)
@@ -80,7 +86,9 @@ class KeyRows(Mapping[bytes, int]):
 
     def _tables_of(self, keys: Iterable[bytes]) -> Iterator[Keys]:
         """Return the dictionary of each key of a divided table."""
-        return map(self._tables.__getitem__, map(rshift, map(hash, keys), repeat(_SHIFT)))
+        shift = self._shift
+        places = map(_first, keys) if shift is None else map(rshift, map(hash, keys), repeat(shift))
+        return map(self._tables.__getitem__, places)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading ``keys`` that are known."""
