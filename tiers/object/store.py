@@ -91,7 +91,8 @@ class ObjectStore(BlockStore):
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
-        self._requests = RequestSender(self._cloud)
+        self.requests = RequestSender(self._cloud)
+        """The requests sent so far. The service charges for each."""
         self._lifecycle_checked = False
         self._renewal: Renewal | None = None
         self._absent: dict[Place, None] = {}
@@ -103,11 +104,6 @@ class ObjectStore(BlockStore):
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._options.location})"
-
-    @property
-    def requests(self) -> RequestSender:
-        """The requests sent so far. The service charges for each."""
-        return self._requests
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -121,12 +117,12 @@ class ObjectStore(BlockStore):
         self._cloud.prepare()
         client = self._cloud.connect()
         try:
-            self._requests.count(Verb.LIST)
+            self.requests.count(Verb.LIST)
             for _ in obstore.list(client, self._blocks.rstrip("/"), offset=f"{self._blocks}{_LAST}", chunk_size=1):
                 break
         except STORE_FAILURES as error:
             raise self._translate(error, f"list {self._options.location}") from error
-        self._requests.use(client)
+        self.requests.use(client)
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
         age = self._options.renewal_age
         if age is not None:
@@ -137,7 +133,7 @@ class ObjectStore(BlockStore):
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
             renewal.stop()
-        self._requests.use(None)
+        self.requests.use(None)
         self._probers.stop()
         self._cloud.close()
 
@@ -158,7 +154,7 @@ class ObjectStore(BlockStore):
             obstore.put(client, name, parts, use_multipart=False, mode=mode)
 
         try:
-            self._requests.do(Verb.PUT, put, f"put {name}", size=sum(map(len, parts)), passed=(AlreadyExistsError,))
+            self.requests.do(Verb.PUT, put, f"put {name}", size=sum(map(len, parts)), passed=(AlreadyExistsError,))
         except AlreadyExistsError as error:
             self._looks_left = LOOKS_AFTER_REFUSAL
             if not self._cloud.dialect.is_present(error) and self._head(name) is None:
@@ -175,7 +171,7 @@ class ObjectStore(BlockStore):
                 raise CorruptBlockError(f"object {name} has {length} bytes, not {header_bytes} to {longest}")
             return result.meta, np.frombuffer(memoryview(result.bytes()), np.uint8)
 
-        found = self._requests.find(Verb.GET, fetch, f"get {name}")
+        found = self.requests.find(Verb.GET, fetch, f"get {name}")
         if found is None:
             return Done.ABSENT
         meta, body = found
@@ -193,7 +189,7 @@ class ObjectStore(BlockStore):
         self.delete_objects([self._name(place) for place in places])
 
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
-        return second_look(self._cloud, self._requests, self._name(place), limit)
+        return second_look(self._cloud, self.requests, self._name(place), limit)
 
     def settle(self, place: Place, found: RawBlock) -> Settlement:
         """Delete a corrupt object if other machines or a digest allow, or use a second name for its block."""
@@ -249,12 +245,12 @@ class ObjectStore(BlockStore):
 
     def read_document(self, name: str) -> bytes | None:
         path = f"{self._documents}{name}"
-        return self._requests.find(
+        return self.requests.find(
             Verb.GET, lambda client: obstore.get(client, path).bytes().to_bytes(), f"get document {name}"
         )
 
     def prove_damage(self, name: str, content: bytes) -> None:
-        found = second_look(self._cloud, self._requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
+        found = second_look(self._cloud, self.requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
         if found is None or found.content != content:
             raise TemporaryStoreError(f"document {name} reads differently each time; suspect a proxy")
         if not found.proven:
@@ -285,7 +281,7 @@ class ObjectStore(BlockStore):
         def put(client: Client) -> None:
             obstore.put(client, f"{self._documents}{name}", data, use_multipart=False, mode=mode)
 
-        self._requests.do(Verb.PUT, put, f"put document {name}", passed=passed)
+        self.requests.do(Verb.PUT, put, f"put document {name}", passed=passed)
 
     def read_version(self, name: str) -> DocumentVersion | None:
         """Return a document with its version; None if there is none.
@@ -300,7 +296,7 @@ class ObjectStore(BlockStore):
             modified = found.meta["last_modified"].timestamp()
             return DocumentVersion(found.bytes().to_bytes(), self._cloud.version(found.meta), modified)
 
-        return self._requests.find(Verb.GET, fetch, f"get document {name}")
+        return self.requests.find(Verb.GET, fetch, f"get document {name}")
 
     def remove_version(self, name: str, version: str) -> bool:
         """Remove a document if it is still the given version, and return True if it was removed.
@@ -312,7 +308,7 @@ class ObjectStore(BlockStore):
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         start = f"{self._documents}{prefix}"
-        paths = (item["path"] for objects in self._document_objects() for item in objects)
+        paths = (item["path"] for objects in self._list(self._documents.rstrip("/")) for item in objects)
         return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
 
     def remove_document(self, name: str) -> None:
@@ -334,7 +330,7 @@ class ObjectStore(BlockStore):
         """
         return {
             name: item["last_modified"].timestamp()
-            for objects in self._document_objects()
+            for objects in self._list(self._documents.rstrip("/"))
             for item in objects
             if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS))
         }
@@ -372,9 +368,6 @@ class ObjectStore(BlockStore):
                 self._absent.clear()  # The puts of these places look again.
             self._absent.update(dict.fromkeys(places))
 
-    def _document_objects(self) -> Iterator[Sequence[ObjectMeta]]:
-        return self._list(self._documents.rstrip("/"))
-
     def delete_objects(self, names: Sequence[str]) -> None:
         """Delete objects by their names in the bucket.
 
@@ -406,39 +399,34 @@ class ObjectStore(BlockStore):
         return None if meta is None else meta["last_modified"].timestamp()
 
     def _renew(self, name: str) -> None:
-        self._requests.find(Verb.PUT, lambda client: self._cloud.renew(client, name), f"copy {name}")
+        self.requests.find(Verb.PUT, lambda client: self._cloud.renew(client, name), f"copy {name}")
 
     def _name(self, place: Place) -> str:
         return f"{self._blocks}{place}{self._second_names.suffix(place)}"
 
     def _has_to_look(self, place: Place) -> bool:
-        """Return True if a put of ``place`` looks first, for lack of knowledge or after a refused put."""
-        return not self._take_absent(place) or self._looks_left > 0
+        """Return True if a put of ``place`` looks first, for lack of knowledge or after a refused put.
 
-    def _take_absent(self, place: Place) -> bool:
-        """Return True if the place is expected to hold no block, once; a retry looks."""
-        try:
-            del self._absent[place]
-        except KeyError:
-            return False
-        return True
+        A place that is expected to hold no block counts once: a retry looks.
+        """
+        return self._absent.pop(place, False) is False or self._looks_left > 0
 
     def _head(self, name: str) -> ObjectMeta | None:
-        return self._requests.find(Verb.HEAD, lambda client: obstore.head(client, name), f"head {name}")
+        return self.requests.find(Verb.HEAD, lambda client: obstore.head(client, name), f"head {name}")
 
     def _list(self, directory: str) -> Iterator[Sequence[ObjectMeta]]:
         """Yield the objects below ``directory``, up to 1,000 at a time."""
         try:
-            self._requests.count(Verb.LIST)
-            for page, objects in enumerate(obstore.list(self._requests.client, directory, chunk_size=_LIST_CHUNK)):
+            self.requests.count(Verb.LIST)
+            for page, objects in enumerate(obstore.list(self.requests.client, directory, chunk_size=_LIST_CHUNK)):
                 if page:
-                    self._requests.count(Verb.LIST)
+                    self.requests.count(Verb.LIST)
                 yield objects
         except STORE_FAILURES as error:
             raise self._translate(error, f"list {directory}") from error
 
     def _delete_version(self, name: str, version: str) -> bool:
-        send = self._requests.send
+        send = self.requests.send
         try:
             if self._cloud.version(send(Verb.HEAD, lambda client: obstore.head(client, name))) != version:
                 return False
@@ -457,8 +445,8 @@ class ObjectStore(BlockStore):
 
     def _delete_batch(self, names: list[str]) -> None:
         try:
-            self._requests.send(Verb.DELETE, lambda client: obstore.delete(client, names))
-            self._requests.count(Verb.DELETE, -(-len(names) // self._cloud.per_request) - 1)
+            self.requests.send(Verb.DELETE, lambda client: obstore.delete(client, names))
+            self.requests.count(Verb.DELETE, -(-len(names) // self._cloud.per_request) - 1)
         except FileNotFoundError:
             # Some services answer 404 for an absent object, which ends a batch early: delete one by one.
             if len(names) > 1:
