@@ -281,8 +281,10 @@ class AdapterNames(AdapterGuard):
 def _in_memory(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the parameters of a request with the CPU tier as the only one that it may use."""
     params = params or {}
-    mine = params.get("kv_tiering", {})
-    return {**params, "kv_tiering": {**mine, "tiers": []}} if isinstance(mine, Mapping) else params
+    mine = params.get("kv_tiering")
+    if mine is not None and not isinstance(mine, Mapping):
+        return params  # invalid: the request uses no tier
+    return {**params, "kv_tiering": {**(mine or {}), "tiers": []}}
 
 
 def _without_tiers(request: Any, variant: Variant | None = None) -> RequestWithParams:
