@@ -20,6 +20,7 @@ from tests.connector.fakes import (
     run_prompt,
     start_load,
 )
+from tests.integration.test_quiet_step import calls
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
 from tiering.api.request import LATE_STORE
@@ -444,6 +445,19 @@ def test_without_a_cache_to_look_at_the_tier_is_inclusive(case: str, caplog: pyt
             assert run_prompt(scheduler, request, [1, 2, 3, 4]).reqs_to_store
     assert [holds is None for holds in manager.shown] == [case != "inclusive"]
     assert manager.held == manager.leaving == manager.dropped == []
+
+
+def test_a_quiet_step_costs_an_inclusive_tier_nothing_and_an_exclusive_one_a_few_calls() -> None:
+    seen = []
+    for exclusive in (False, True):
+        bench, request = Bench(exclusive=exclusive), prompt(4)
+        bench.run(request)
+        bench.steps(STEPS_IN_FLIGHT + 2)
+        seen.append(calls(lambda bench=bench: idle_step(bench.scheduler)))  # type: ignore[misc]
+    inclusive, with_walk = seen
+    assert not [name for name in inclusive if "EngineCache" in name or "late" in name]
+    assert with_walk["EngineCache.plan"] == 1
+    assert with_walk.total() <= inclusive.total() + 6
 
 
 def test_a_preempted_requests_blocks_are_ordinary_free_blocks() -> None:
