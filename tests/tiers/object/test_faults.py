@@ -15,6 +15,7 @@ from obstore.exceptions import GenericError
 from tests.fake_s3 import FakeS3, Trouble
 from tests.tiers.object.blocks import block, empty
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
+from tiering.medium.block_store import Done
 from tiers.object.faults import Dialect
 from tiers.object.store import ObjectStore
 
@@ -126,3 +127,11 @@ def test_a_certificate_that_is_not_trusted(https: str, open_store: Open) -> None
         TemporaryStoreError, match=r": TLS: the certificate is refused \(\w+\); name its authority with"
     ):
         open_store(endpoint_url=https)
+
+
+def test_an_absent_object_needs_no_diagnosis(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, diagnosed = open_store(), list[BaseException]()
+    monkeypatch.setattr(Dialect, "diagnose", lambda dialect, error: diagnosed.append(error))
+    assert store.probe(["ns/absent"]).held == (False,)
+    assert store.get([empty("ns/absent")]) == [Done.ABSENT]
+    assert diagnosed == []
