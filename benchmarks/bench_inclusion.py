@@ -1,4 +1,4 @@
-"""Inclusion of the CPU tier: hits that it adds to the GPU's cache, and copies out of the GPU, inclusive and exclusive.
+"""Inclusive and exclusive CPU tiers: hits that they add to the GPU's cache, and copies out of the GPU.
 
 The traces are replayed with infinite prefill speed, so that only the caches count. The GPU's cache has a share of the
 trace's distinct blocks, and the CPU tier a multiple of the GPU's cache. `KV_TRACES` may name further trace files,
@@ -87,7 +87,7 @@ def run(bench: Bench) -> None:
     )
     bench.note(
         "An exclusive tier copies a block whenever it leaves the GPU without a row. From 2.5 times the GPU's cache on, "
-        "the copies are bounded by 1.25 for each computed block. At 2 x they are not: there, hits count for more."
+        "the copies are bounded by 1.2 for each computed block. At 2 x they are not: there, hits count for more."
     )
     bench.table(
         "The same at 1 x with a disk behind the CPU tier, which is fed as blocks are computed",

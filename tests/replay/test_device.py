@@ -1,4 +1,4 @@
-"""The engine's own cache in a replay, and a CPU tier that prefers what it does not hold, against plain LRU caches."""
+"""The engine's own cache in a replay and an exclusive CPU tier beside it, against plain LRU caches."""
 
 from __future__ import annotations
 
@@ -100,3 +100,14 @@ def test_an_exclusive_cpu_tier_hits_like_one_lru_cache_of_both_sizes(kind: str, 
         if ratio != 2:  # nearly all hits at this ratio are hits beyond an inclusive tier's
             assert exclusive.copied_blocks <= 1.3 * inclusive.copied_blocks
         assert exclusive.lost_blocks == 0
+
+
+@pytest.mark.parametrize("admission", ["all", "second_touch"])
+def test_a_disk_behind_an_exclusive_cpu_tier_is_written_as_behind_an_inclusive_one(admission: str) -> None:
+    disk = {**DISK, "admission": admission}
+    one, other = (replayed("talks", 90, 180, word, disk, prefill=1e6) for word in ("inclusive", "exclusive"))
+    assert one.tiers[2].bytes_written == other.tiers[2].bytes_written > 0
+    # The CPU tier serves what the disk serves otherwise.
+    assert other.hit_rate >= one.hit_rate
+    assert other.tiers[1].hit_blocks > one.tiers[1].hit_blocks
+    assert other.tiers[2].bytes_read < one.tiers[2].bytes_read

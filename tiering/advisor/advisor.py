@@ -47,7 +47,7 @@ BRINGS_NOTHING = "an inclusive CPU tier that is not larger than the GPU's own ca
 """Why the estimates of such a tier stay near 0: the GPU serves the blocks itself."""
 
 LEAST_FACTOR = 1.5
-"""Capacity of an inclusive CPU tier, as a multiple of the engine's own cache, below which there is advice."""
+"""Multiple of the engine's own cache below which an inclusive CPU tier gets advice."""
 
 _HASH_BYTES = 4
 
@@ -56,7 +56,7 @@ _ARRAY_KEYS = 12
 
 
 def small_tier(capacity: int, own_bytes: int, *, leads_on: bool, exclusive: bool) -> str | None:
-    """Return the advice on an inclusive CPU tier that mostly repeats the engine's own cache; None otherwise.
+    """Return the advice on an inclusive CPU tier that mostly repeats the engine's own cache, or None.
 
     Args:
         capacity: bytes of the CPU tier.

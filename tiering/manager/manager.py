@@ -45,8 +45,8 @@ from tiering.secondary.contract import SecondaryTierManager
 
 _log = logging.getLogger("kv_tiering.manager")
 
-COPIES_PER_BLOCK = 1.25
-"""Copies out of the engine's cache per computed block, up to which an exclusive primary tier evicts held blocks first.
+COPIES_PER_BLOCK = 1.2
+"""Copies per computed block, up to which an exclusive primary tier evicts held blocks first.
 
 Blocks that left the engine's cache and had not been loaded into it were computed.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiering.api.hints import NO_HINTS, RequestHints
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.request import LATE_STORE, ReqContext
+from tiering.api.request import LATE_STORE, WANTED_STORE, ReqContext
 from tiering.config.stack_file import StackConfig
 from tiering.manager.open_lookups import LOOK_AGAIN
 from tiering.manager.row_broker import TAKE_AFTER
@@ -197,6 +197,9 @@ class Replay:
             elif not self._ask(running):
                 asking.append(running)
         self._manager.on_schedule_end()
+        if self._device is not None and (wanted := self._manager.take_wanted()):
+            held = self._device.holds(wanted)
+            self._store_late([key for key, there in zip(wanted, held, strict=True) if there], WANTED_STORE)
         if asking:
             self._wait(asking, now)
         else:
@@ -300,7 +303,7 @@ class Replay:
             leaving = self._device.fill(keys)
             if self._exclusive:
                 manager.engine_holds(keys[: running.held])
-                self._store_late(leaving)
+                self._lost += self._store_late(leaving, LATE_STORE)
         manager.on_request_finished(running.ctx, self._released(running))
 
     def _store(self, running: _Running) -> bool:
@@ -328,15 +331,15 @@ class Replay:
             keys = keys[: len(keys) // 2]
         return True
 
-    def _store_late(self, leaving: list[OffloadKey]) -> None:
-        """Store the blocks that are about to leave the engine's cache, as far as there is room for them."""
-        output, kept = None, len(leaving)
-        while kept and (output := self._manager.prepare_late_store(leaving[:kept])) is None:
+    def _store_late(self, keys: list[OffloadKey], ctx: ReqContext) -> int:
+        """Store blocks that the engine's cache holds, and return the number of those that had no room."""
+        output, kept = None, len(keys)
+        while kept and (output := self._manager.prepare_late_store(keys[:kept])) is None:
             kept //= 2
-        self._lost += len(leaving) - kept
         if output is not None and output.keys_to_store:
             self._copied += len(output.keys_to_store)
-            self._manager.complete_store(output.keys_to_store, LATE_STORE)
+            self._manager.complete_store(output.keys_to_store, ctx)
+        return len(keys) - kept
 
     def _released(self, running: _Running) -> list[OffloadKey]:
         """Return the blocks of the sessions that a request ends, as the connector finds them."""

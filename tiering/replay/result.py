@@ -130,7 +130,7 @@ class ReplayResult:
     evicted_blocks: int
     """Blocks evicted from the primary tier."""
     is_exclusive: bool
-    """True if the primary tier prefers blocks that the engine's own cache, which is modelled, does not hold."""
+    """True if the primary tier prefers blocks that the engine's own cache does not hold."""
     copied_blocks: int
     """Blocks copied from the accelerator into the primary tier."""
     lost_blocks: int
