@@ -196,7 +196,7 @@ class OffloadingManager(ABC):
         """
 
     def complete_stores(self, stores: Sequence[tuple[Sequence[OffloadKey], ReqContext, bool]]) -> None:
-        """Complete several stores, of which slower tiers get all blocks together; see :meth:`complete_store`.
+        """Complete several stores, whose blocks slower tiers get together; see :meth:`complete_store`.
 
         Args:
             stores: the arguments of each call.

@@ -105,7 +105,7 @@ class Completions:
         self.orphans.discard(job.job_id)
 
     def end_stores(self, jobs: Sequence[Job]) -> None:
-        """Release the fences of stores that have ended on all workers, and complete them in the manager together."""
+        """Release the fences of stores that have ended on all workers, and complete these stores together."""
         if not jobs:
             return
         stores = []

@@ -79,7 +79,7 @@ class TierJobs:
         self._loads: dict[int, Promotion] = {}
         """Promotions whose tier has not reported their load, by number of the job."""
         self._together = 0
-        """Largest number of blocks of the cascades that become one job per tier; 0: each becomes a job of its own."""
+        """Largest number of blocks of the cascades that become one job per tier; 0: each becomes a job."""
         self._gathered: dict[TierState, tuple[dict[OffloadKey, None], list[Rows]]] = {}
         """Blocks of these cascades, which have credit and are not submitted yet."""
         self.awaited: dict[Request, dict[OffloadKey, None]] = {}

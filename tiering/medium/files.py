@@ -241,7 +241,10 @@ class Files:
         self._put(path, durable)
 
     def complete(self, path: Path, start: bytes) -> None:
-        """Replace ``path`` atomically and durably by its :func:`fresh_name`, whose first bytes become ``start``."""
+        """Write ``start`` over the first bytes of the :func:`fresh_name` of ``path``, which it then replaces.
+
+        The replacement is atomic and durable.
+        """
         fd = self.open(fresh_name(path), os.O_WRONLY)
         try:
             self.write_all(fd, memoryview(start), 0)

@@ -32,7 +32,7 @@ AT_ONCE = 1024
 """Largest number of keys that are freed at once, without the thread."""
 
 LARGE_ARRAY = 1 << 20
-"""Smallest size of an array that is freed by the thread, in bytes. Its pages are freed in about 0.1 ms."""
+"""Smallest size in bytes of an array that the thread frees, in about 0.1 ms."""
 
 Table: TypeAlias = MutableMapping[bytes, Any]
 

@@ -49,7 +49,7 @@ class KeyRows(Mapping[bytes, int]):
         by_byte = count <= _MOST_TABLES_BY_BYTE
         bits = 8 if by_byte else 3 + count.bit_length()
         self._shift = None if by_byte else hash_info.width - bits
-        """Bits of a hash below its first ones, an index of a list of both signs; None: the first byte is the index."""
+        """Bits of a hash below those that are the index of its dictionary; None: the first byte is the index."""
         self._tables: list[Keys] = []
         """Dictionary of each first byte, or of each range of hashes; empty if there is one dictionary."""
         for number, table in enumerate(self._different[count == 1 :], 1):

@@ -31,7 +31,10 @@ def row_array(num_rows: int, dtype: type[Any]) -> NDArray[Any]:
 
 
 def free_pages(array: NDArray[Any]) -> None:
-    """Give the memory of an array of numbers back to the kernel, without the interpreter lock; the entries are 0."""
+    """Return the pages of an array of numbers to the kernel, without the interpreter lock.
+
+    Afterwards all entries are 0.
+    """
     _advise(array, mmap.MADV_DONTNEED)
 
 

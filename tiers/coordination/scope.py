@@ -1,4 +1,4 @@
-"""State of coordination in one namespace and epoch: notices that wait to be sent, and notices that have arrived."""
+"""State of coordination in one namespace and epoch: notices to be sent, and notices that have arrived."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     master: Annotated[str, Field(pattern=r"^[^\s/@:]+:\d{1,5}$|^\[[0-9a-fA-F:.]+\]:\d{1,5}$")]
     """Address of Mooncake's master, written like ``10.0.0.1:50051`` or ``[::1]:50051``."""
     metadata: str = "P2PHANDSHAKE"
-    """Address of Mooncake's metadata server; default "P2PHANDSHAKE": the machines exchange it among themselves."""
+    """Address of Mooncake's metadata server; default "P2PHANDSHAKE": addresses are exchanged."""
     host: str | None = None
     """Name or address of this machine for the others; default: its address towards the master."""
     protocol: Literal["tcp", "rdma"] = "tcp"

@@ -1,4 +1,4 @@
-"""Back ends whose credentials obstore takes from the environment, with the sources of these credentials."""
+"""Back ends whose credentials obstore takes from the environment, with the sources of each."""
 
 from __future__ import annotations
 

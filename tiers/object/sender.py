@@ -110,7 +110,7 @@ class RequestSender:
             raise
 
     def do(self, verb: Verb, request: Callable[[Client], T], doing: str, *, size: int = 0, passed: Passed = ()) -> T:
-        """Send a request as :meth:`send` does, but raise a StoreError unless the exception is one of ``passed``.
+        """Send a request as :meth:`send` does; raise a StoreError for exceptions that are not ``passed``.
 
         ``doing`` names the request in messages. ``request`` also reads the answer.
         """
