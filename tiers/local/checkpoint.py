@@ -39,7 +39,7 @@ CHECKPOINT_NAME = "checkpoint"
 
 _MAGIC = b"KVTCKPT1"
 _HEADER = struct.Struct("<8sIQIQ16sQQQQQ")
-"""The last numbers: held blocks, pieces (version 2: written slots), 0 (version 2: foreign slots), segments."""
+"""The last four numbers count held blocks, pieces, none and segments; version 2 differs, see above."""
 _PIECE = struct.Struct("<III")
 _DIGEST_BYTES = 16
 _MOST_PER_SLOT = 1024

@@ -127,7 +127,7 @@ class Checkpoints(Chore):
         return self._writer is None and not self.running
 
     def _copy(self, writer: CheckpointWriter, slots: int) -> None:
-        """Copy the next ``slots`` slots, and write them on the I/O side; after the last ones, complete the file."""
+        """Copy the next ``slots`` slots for the I/O side, which completes the file after the last ones."""
         store = self._store
         stop = min(self._position + slots, store.geometry.num_slots)
         part, self._position = self._index.slice(self._position, stop), stop
