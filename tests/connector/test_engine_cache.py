@@ -127,6 +127,21 @@ def test_a_block_is_stored_when_it_nears_the_head_of_the_free_queue_and_not_befo
     assert bench.notes == set(request.keys()[:2]), "the head of the prompt is used up last"
 
 
+def test_blocks_of_a_session_that_is_over_are_not_stored_late_until_they_are_used_again() -> None:
+    bench = Bench()
+    request = prompt(4, hints=[{"action_type": "release", "payload": {"session_id": "s"}}], session_id="s")
+    bench.run(request)
+    bench.end(request)
+    assert bench.notes == set()
+    bench.use_up(12)
+    bench.steps(3)
+    bench.use_up(2)
+    assert (bench.late, bench.count("exclusive_losses")) == ([], 0)
+    again = prompt(2, "r2")
+    bench.run(again, computed=2 * BLOCK)
+    assert bench.notes == set(again.keys())
+
+
 def test_a_block_with_a_row_is_copied_no_second_time() -> None:
     bench, request = Bench(), prompt(4)
     bench.manager.hold(request.keys()[3:])

@@ -171,6 +171,10 @@ class EngineCache(FreeQueueWalk):
             if key is not None and block in self.blocks_of.get(key, ()):
                 self._forget([key])
 
+    def release(self, keys: Iterable[OffloadKey]) -> None:
+        """End the notes on blocks that no session needs any more: they are not stored when they leave the cache."""
+        self._forget([key for key in keys if key in self.blocks_of])
+
     def clear(self) -> None:
         """End all notes, because what the engine's cache holds must not be stored any more."""
         self._forget(list(self.blocks_of))

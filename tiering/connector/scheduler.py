@@ -426,4 +426,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             own = sessions.release(session)
             self._counters.sessions_released += bool(own)
             released += own
+        if released and self._engine_cache is not None:
+            self._engine_cache.release(released)
         return released
