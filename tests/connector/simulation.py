@@ -188,6 +188,7 @@ class Simulation:
         prompt_only: bool,
         exclusive: bool = False,
         feeds_tiers: bool = False,
+        manager: Any = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.windows, self.factor = windows, factor
@@ -198,7 +199,7 @@ class Simulation:
         A reset of the tiers may leave the engine's own cache as it is.
         """
         self.now = 0.0
-        self.manager = WhimsicalManager(24 * len(windows), self.rng)
+        self.manager = manager or WhimsicalManager(24 * len(windows), self.rng)
         spec = make_spec(
             *windows,
             gpu_block_size=BLOCK,

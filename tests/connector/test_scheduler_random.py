@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.connector.fakes import FakeManager
 from tests.connector.simulation import Simulation, WrongKVError
+from tiering.connector.engine_cache import EngineCache
 from tiering.connector.jobs import NO_JOBS, BlockFences
 from tiering.connector.suspects import SuspectBlocks
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 CASES = [
     pytest.param((None,), 1, 1, id="full attention"),
@@ -51,6 +55,56 @@ def test_no_late_store_ever_meets_a_block_of_another_owner(
     )
     walk.run(60)
     walk.check_notes()
+
+
+class RealManager(TieringOffloadingManager):
+    """The exclusive manager itself, with the attributes that the simulation reads; it begins no new epochs."""
+
+    epochs_begun = 0
+
+    def __init__(self, rows: int) -> None:
+        buffer = np.zeros((rows, 16), np.uint8).data
+        super().__init__(CPUPrimaryTierOffloadingManager(buffer), exclusive=True, one_thread=False)
+
+    @property
+    def rows(self) -> dict[bytes, int]:
+        table = self.primary_tier._table
+        return {key: row for key in table.keys.tolist() if key and (row := table.rows_of([key])[0]) is not None}
+
+    @property
+    def refs(self) -> dict[bytes, int]:
+        return {key: int(self.primary_tier.readers(np.array([row]))[0]) for key, row in self.rows.items()}
+
+    @property
+    def live(self) -> list[str]:
+        return [name for name, request in self._known.items() if not request.finished]
+
+    @property
+    def lost(self) -> int:
+        return self.primary_tier.count_rows().quarantined
+
+
+@pytest.mark.parametrize(("windows", "factor", "world_size"), CASES)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_what_a_real_exclusive_manager_serves_is_right(
+    windows: tuple[int | None, ...], factor: int, world_size: int, seed: int
+) -> None:
+    manager = RealManager(16 * len(windows))
+    walk = Simulation(
+        seed, windows, factor=factor, world_size=world_size, prompt_only=False, exclusive=True, manager=manager
+    )
+    walk.run(60)
+    walk.check_notes()
+
+
+def test_notes_that_outlive_their_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: late stores of blocks that the engine has used since."""
+    monkeypatch.setattr(EngineCache, "_end", lambda self, keys, taken: None)
+    monkeypatch.setattr(EngineCache, "_is_cached", lambda self, key, ids: True)
+    walks = (Simulation(seed, (None,), factor=2, world_size=1, prompt_only=False, exclusive=True) for seed in range(20))
+    with pytest.raises(WrongKVError):
+        run_all(walks)
 
 
 def test_the_walk_loads_what_late_stores_have_stored() -> None:
