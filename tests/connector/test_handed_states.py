@@ -12,6 +12,7 @@ from typing import Any, Never
 
 import pytest
 
+from examples.mini_engine.simple import MirroredPool
 from tests.connector.fakes import (
     FakeBlocks,
     FakeManager,
@@ -287,3 +288,19 @@ class TestWhatIsNotTrusted:
         request.append(*range(4))
         again = scheduler.build_connector_meta(output({"r1": [(1, 78, 36)]}).cached(request, 4))
         assert (again.reqs_to_store, again.states_to_store) == ({}, {})
+
+
+def test_beside_an_exclusive_cpu_tier_states_are_stored_as_they_are_computed() -> None:
+    manager = FakeManager()
+    manager.exclusive = True
+    scheduler, _ = hybrid(manager)
+    scheduler.bind_gpu_block_pool(pool := MirroredPool(100))
+    pool.take(99)
+    request = prompt(34)
+    meta = compute(scheduler, request, {"r1": [(1, 77, 32)]})
+    assert state_store(meta) == ([77], [0, 7])
+    assert not meta.reqs_to_store
+    assert manager.offered == [[request.keys(1)[7]]]
+    cache = scheduler._engine_cache
+    assert cache is not None
+    assert list(cache.blocks_of) == request.keys(0)[:8], "no state is noted"
