@@ -256,25 +256,6 @@ def write_nemotron_h(directory: Path, seed: int = 0) -> Path:
     )
 
 
-def write_lfm2(directory: Path, seed: int = 0) -> Path:
-    """Write an LFM 2 and return ``directory``.
-
-    Its layers are a short convolution, full attention and a short convolution.
-    """
-    return _write(
-        directory,
-        "Lfm2",
-        seed,
-        num_hidden_layers=3,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"],
-        conv_L_cache=3,
-        conv_dim=128,
-        block_dim=128,
-        block_auto_adjust_ff_dim=False,
-    )
-
-
 def write_qwen3_next(directory: Path, seed: int = 0) -> Path:
     """Write a Qwen3-Next in bfloat16 and return ``directory``.
 

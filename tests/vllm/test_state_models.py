@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.models import (
-    STATE_BLOCK,
-    write_falcon_h1,
-    write_granite,
-    write_lfm2,
-    write_nemotron_h,
-    write_qwen3_next,
-)
+from tests.vllm.models import STATE_BLOCK, write_falcon_h1, write_granite, write_nemotron_h, write_qwen3_next
 from tests.vllm.rig import answers_without_tiers, engine, prompt, wrong
 from tests.vllm.test_states import CPU, HELD, OPTIONS, PROMPTS, cached_tokens, plain_answers
 
@@ -34,7 +27,7 @@ def test_preempted_requests_go_on_rightly(tmp_path: Path) -> None:
         assert running.moved["cpu_to_gpu"] > 0
 
 
-@pytest.mark.parametrize("write", [write_granite, write_falcon_h1, write_nemotron_h, write_lfm2])
+@pytest.mark.parametrize("write", [write_granite, write_falcon_h1, write_nemotron_h])
 @pytest.mark.parametrize("mode", ["tiering", "simple"])
 def test_from_the_cpu_and_from_a_disk_after_a_restart(tmp_path: Path, write: Callable[[Path], Path], mode: str) -> None:
     model = write(tmp_path / "model")
