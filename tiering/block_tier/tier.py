@@ -257,11 +257,12 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         self._jobs.poll()
         now = self._clock()
-        touched, lapsed = self.index.take_hints(now)
-        if touched:
-            self._intake.admission.want(touched)
-        if lapsed:
-            self._offer(lapsed)
+        if self.index.shared:
+            touched, lapsed = self.index.take_hints(now)
+            if touched:
+                self._intake.admission.want(touched)
+            if lapsed:
+                self._offer(lapsed)
         self._life.tick(now)
         return self._jobs.take_finished()
 

@@ -139,7 +139,10 @@ class TierIndex(ABC):
         return probe(places)
 
     def take_hints(self, now: float) -> Hints:
-        """Return the hints of other machines since the last call; the default has none."""
+        """Return the hints of other machines since the last call; the default has none.
+
+        Called for shared media only.
+        """
         return NO_HINTS
 
     def declined(self, keys: Sequence[OffloadKey], admitted: Sequence[int]) -> None:

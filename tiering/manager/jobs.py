@@ -213,13 +213,15 @@ class TierJobs:
 
     def pull(self) -> None:
         """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
-        now = self._clock()
+        now, busy = self._clock(), False
         if self._broker.stepped_at < math.inf:
             self._broker.end_step(now)
         for state in self._states:
             if state.queue.lane_of and state.in_service:
                 self._pull(state, now)
-        if any(state.jobs for state in self._states):
+            if state.jobs:
+                busy = True
+        if busy:
             self._broker.begin_step(now)
 
     def _pull(self, state: TierState, now: float) -> None:
