@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# Processes of the tests. They wait for each other's servers and processes half of the time, so two for each core.
+# Processes of the tests, which wait for servers and for other processes half of the time: two for each core.
 JOBS   ?= 4
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
@@ -40,11 +40,11 @@ docs: $(STAMP)  ## The documents as a site, in build/site; a link that leads now
 	$(BIN)/python -m scripts.site
 
 test: $(STAMP)  ## All tests but those that take minutes (PYTEST_ARGS="-k name"), then test-vllm
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-vllm PYTEST_ARGS=
 
 coverage: $(STAMP)  ## The branches of table, manager, connector, index and epochs that their tests take; too few are an error
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" -q --cov --cov-report=term \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow" -q --cov --cov-report=term \
 	  tests/table tests/manager tests/connector tests/index tests/epochs
 
 test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
