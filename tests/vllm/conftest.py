@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import shared_memory
 from tests.vllm.rig import prepare_environment
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
@@ -36,8 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail if shared memory is left behind; threads may stay, because tests share engines."""
     yield
-    left = [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
-    assert not left, f"left in /dev/shm: {left}"
+    assert shared_memory.is_clean(), f"left in /dev/shm: {shared_memory.files()}"
 
 
 def _vllm_segments() -> set[Path]:

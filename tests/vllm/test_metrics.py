@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.deploy.observed import needs
 from tests.deploy.prometheus import empty, expressions, prometheus
 from tests.vllm.rig import BLOCK_BYTES, prompt
 from tests.vllm.server import serve
@@ -17,6 +18,7 @@ WITHOUT_VALUE = {"Cost of requests, dollars a day: {{tier}}"}
 
 
 def test_every_expression_has_a_value_and_no_alert_fires_while_vllm_runs_well(llama: Path, tmp_path: Path) -> None:
+    needs("prometheus")  # before the server, whose start takes a while
     tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
     stack = {"primary": {"capacity": 24 * BLOCK_BYTES}, "secondary": [tier]}
     (tmp_path / "prometheus").mkdir()

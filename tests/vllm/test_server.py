@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import shared_memory
 from tests.vllm.rig import BLOCK_BYTES, Answer, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 
@@ -36,10 +37,6 @@ def expected_of_many(plain: tuple[list[Answer], list[Answer]]) -> list[Answer]:
     return plain[1]
 
 
-def shared_memory() -> list[str]:
-    return [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
-
-
 @pytest.fixture(scope="module", params=["tiering", "simple"])
 def two_workers(
     request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
@@ -49,9 +46,9 @@ def two_workers(
     options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     log = tmp_path_factory.mktemp("server") / "log"
     with serve(llama, stack, log, *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
-        assert shared_memory() == []
+        assert shared_memory.is_clean()
         yield server
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
 
 
 def loaded(server: Server) -> float:
@@ -157,7 +154,7 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama: Path, expected: li
     stack = {"primary": {"capacity": "32MiB"}, "secondary": [tier], "keep_secondary": True}
     replicas = range(2)
     with serve(llama, stack, tmp_path / "log", "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
-        assert shared_memory() == []
+        assert shared_memory.is_clean()
         for number in map(str, replicas):  # alerts need the counters before the first event
             for name in ("cpu", "local"):
                 assert server.series("kv_tiering_corrupt_blocks_total", engine=number, tier=name) == [0.0]
@@ -190,4 +187,4 @@ def test_data_parallel_engines_have_tiers_of_their_own(llama: Path, expected: li
             assert local("read_bytes_total", replica) >= ALL
             assert server.loaded(engine=str(replica)) == 2 * ALL
         assert sorted(folder.name for folder in (tmp_path / "disk").iterdir()) == ["replica-0", "replica-1"]
-    assert shared_memory() == []
+    assert shared_memory.is_clean()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm import shared_memory
 from tests.vllm.rig import BLOCK_BYTES, Answer, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 
@@ -98,7 +99,7 @@ def after_a_kill(row: Row, expected: Expected) -> Iterator[Server]:
         asking = Asking(first, MORE, 200)
         first.end(signal.SIGKILL)
         assert asking.was_lost()
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
     with row.serve("second") as second:
         yield second
 
@@ -110,7 +111,7 @@ def after_a_reset(row: Row, after_a_kill: Server, expected: Expected) -> Iterato
     assert wrong(after_a_kill.ask(FORGOTTEN), expected.forgotten) == []
     assert after_a_kill.reset(tiers=True)
     after_a_kill.end(signal.SIGKILL)
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
     with row.serve("third", "--shutdown-timeout", "30") as third:
         yield third
 
@@ -134,7 +135,7 @@ def after_a_drain(row: Row, after_a_reset: Server) -> Iterator[Drained]:
     asking = Asking(after_a_reset, LAST, LENGTHY)
     after_a_reset.end(signal.SIGTERM)
     assert not asking.was_lost()
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
     with row.serve("fourth") as fourth:
         yield Drained(fourth, asking.answers, after_a_reset.process.returncode)
 
@@ -155,10 +156,6 @@ def known(server: Server) -> float:
     """Return the number of blocks that the local tier holds, after one more engine step."""
     server.ask([prompt(0, 8)], 1)
     return server.metric("kv_tiering_blocks", tier="local")
-
-
-def shared_memory() -> list[str]:
-    return [file.name for file in Path("/dev/shm").glob("kv-tiering.*")]
 
 
 def test_what_was_written_is_there_after_a_kill_in_the_middle_of_stores(
@@ -205,10 +202,10 @@ def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_wa
     written = known(server)
     server.end(signal.SIGTERM)
     assert asking.was_lost()
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
     with row.serve("fifth") as fifth:
         until(lambda: known(fifth) >= written, 60, "the recovery of the local tier")
         assert wrong(fifth.ask(LAST, LENGTHY), expected.last) == []
         assert read(fifth) >= whole_blocks(LAST) * BLOCK_BYTES
         assert wrong(fifth.ask(MORE), expected.more) == []
-    assert shared_memory() == []
+    assert shared_memory.is_clean()
