@@ -41,3 +41,15 @@ def test_parts_of_one_load_are_overdue_together() -> None:
         overdue.begin(job_id, deadline, 10, req_id)
     assert sorted(overdue.expire(6)) == [10, 10, 20]
     assert overdue.rows == 40
+
+
+def test_deadlines_of_loads_that_have_ended_are_dropped_once_no_earlier_load_runs() -> None:
+    overdue = OverdueLoads(limit_rows=5)
+    for job_id, deadline in ((1, 10), (2, 20), (3, 30)):
+        overdue.begin(job_id, deadline=deadline, rows=1, req_id="r")
+    overdue.end(2)
+    assert overdue.deadlines[0] == (10, 1)
+    overdue.end(1)
+    assert overdue.deadlines == [(30, 3)]
+    overdue.end(3)
+    assert overdue.deadlines == []
