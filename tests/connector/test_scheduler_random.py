@@ -58,7 +58,7 @@ def test_no_late_store_ever_meets_a_block_of_another_owner(
 
 
 class RealManager(TieringOffloadingManager):
-    """The exclusive manager itself, with the attributes that the simulation reads; it begins no new epochs."""
+    """The exclusive manager itself, with the attributes that the simulation reads."""
 
     epochs_begun = 0
 

@@ -172,7 +172,7 @@ class EngineCache(FreeQueueWalk):
                 self._forget([key])
 
     def release(self, keys: Iterable[OffloadKey]) -> None:
-        """End the notes on blocks that no session needs any more: they are not stored when they leave the cache."""
+        """End the notes on blocks that no session needs any more, so that they are not stored late."""
         self._forget([key for key in keys if key in self.blocks_of])
 
     def clear(self) -> None:
