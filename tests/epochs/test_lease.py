@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 
 import pytest
 
@@ -86,3 +88,15 @@ def test_a_tier_that_is_shut_down_renews_no_lease() -> None:
     assert rig.tier.reset(rig.clock())
     assert rig.tier.shutdown(rig.clock() + 1)
     assert step(rig) == []
+
+
+def test_the_name_of_the_machine_is_looked_up_on_the_io_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    rig = Rig(shared=True).opened()
+    assert rig.tier.reset(rig.clock())
+    monkeypatch.setattr(socket, "gethostname", lambda: called.append("") or "machine")
+    rig.tier.on_schedule_end()
+    assert called == []
+    rig.io.run_tasks()
+    assert len(called) == 1
+    assert rig.store.documents[lease_of(rig)] == f"process {os.getpid()} on machine\n".encode()

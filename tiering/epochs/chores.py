@@ -112,8 +112,11 @@ class Lease(Chore):
     def _renew(self) -> None:
         if (document := self._document) is None:
             return
-        content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        self.run(lambda: self._store.write_document(document, content), self._ended)
+
+        def write() -> None:
+            self._store.write_document(document, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+        self.run(write, self._ended)
         self.wake(RENEWAL_SECONDS * random.uniform(0.8, 1.0))
 
     def _ended(self, result: None, error: BaseException | None) -> None:
