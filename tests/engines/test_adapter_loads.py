@@ -332,4 +332,10 @@ def test_files_that_cannot_be_read_before_a_load_are_reported_as_such(loads: Ada
 def test_only_one_worker_of_an_engine_reads(tmp_path: Path) -> None:
     loads = AdapterLoads(CONFIG, reads=False)
     loads.read({"1 adapter": (str(tmp_path), False)})
-    assert not any(thread.name == "kv-tiering-adapter" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("kv-tiering-adapter") for thread in threading.enumerate())
+
+
+def test_files_that_no_thread_can_read_are_reported_as_not_read(loads: AdapterLoads, tmp_path: Path) -> None:
+    loads.close()
+    loads.read({"1 adapter": (str(write(tmp_path / "adapter", b"first")), False)})
+    assert loads.take_news() == {"1 adapter": UNREAD}

@@ -93,7 +93,6 @@ def test_an_engine_that_cannot_be_served_is_refused(
 @pytest.mark.parametrize(
     "kind",
     [
-        "chunked_local_attention",
         "encoder_only_attention",
         "cross_attention",
         "unknown",

@@ -20,13 +20,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
 from typing import Any
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
 from tiering.engines.vllm.weights import digest_of, has_writer, plain, record_of
+from tiering.runtime.pool import ThreadPool
 
 logger = logging.getLogger("kv_tiering.vllm")
 
@@ -103,7 +104,7 @@ class AdapterLoads:
         self._loads = 0
         """Number of loads, equal on all workers of an engine."""
         self._read: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        self._one_reader = Lock()
+        self._reader = ThreadPool("kv-tiering-adapter", 1)
 
     def observe(self, managers: Iterable[type]) -> None:
         """Observe all loads until :meth:`close`. If that is impossible, a line in the log says so.
@@ -125,6 +126,7 @@ class AdapterLoads:
 
     def close(self) -> None:
         """Stop observing; repeated calls are harmless."""
+        self._reader.stop()
         if self in _observers:
             _observers.remove(self)
 
@@ -173,12 +175,14 @@ class AdapterLoads:
             if key in self._held:
                 self._news.setdefault(key, self._held[key])
             elif self._reads:
-                Thread(target=self._read_one, args=(key, *files), name="kv-tiering-adapter", daemon=True).start()
+                self._reader.run(partial(self._read_one, key, *files), partial(self._not_read, key))
 
     def _read_one(self, key: str, path: str, has_3d: bool) -> None:
-        with self._one_reader:
-            content = _content(path)
+        content = _content(path)
         self._read.put((key, self._identity(content + _3D * has_3d) if content else UNREAD))
+
+    def _not_read(self, key: str, error: Exception) -> None:
+        self._read.put((key, UNREAD))
 
     def check(self, checks: Iterable[AdapterCheck]) -> set[int]:
         """Return the blocks whose KV belongs to other adapters than this worker computes with.
