@@ -94,7 +94,12 @@ def test_the_name_of_the_machine_is_looked_up_on_the_io_side(monkeypatch: pytest
     called: list[str] = []
     rig = Rig(shared=True).opened()
     assert rig.tier.reset(rig.clock())
-    monkeypatch.setattr(socket, "gethostname", lambda: called.append("") or "machine")
+
+    def gethostname() -> str:
+        called.append("")
+        return "machine"
+
+    monkeypatch.setattr(socket, "gethostname", gethostname)
     rig.tier.on_schedule_end()
     assert called == []
     rig.io.run_tasks()
