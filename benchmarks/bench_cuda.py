@@ -1,9 +1,9 @@
 """Copies between a KV cache on a GPU and the pinned primary rows, beside the limit of the bus.
 
-The tables show GB/s in both directions. A job moves 64 blocks of 32 layers (2 MiB or 256 KiB a block) between scattered
-GPU blocks and scattered rows. Beside the job stand one bare copy of the same bytes between contiguous pinned memory and
-device memory, which shows the limit of the bus, and the same pages moved one by one, each with its own copy. "Submit"
-is the time that a job costs the engine's thread before the device has done anything.
+The tables show GB/s in both directions. A job moves 64 blocks of 32 layers between scattered GPU blocks and scattered
+rows. Beside the job stand one bare copy of the same bytes between contiguous pinned memory and device memory, which
+shows the limit of the bus, and the same pages moved one by one, each with its own copy. "Submit" is the time that a job
+costs the engine's thread before the device has done anything.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tiering.copy.canonical import canonicalize
 from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.host import Direction
 from tiering.copy.layout import RowLayout
+from tiering.copy.pages import PageKernel
 from tiering.copy.pinning import PinnedRows
 from tiering.primary.memory.region import SharedRegion
 
@@ -35,7 +36,7 @@ def lacks() -> str:
     return "" if torch.cuda.is_available() else "it needs a CUDA device"
 
 
-def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None) -> None:
+def compare(bench: Bench, page_bytes: int, kernel: PageKernel, device: str = "cuda", api: Any = None) -> None:
     """Measure both directions with pages of this size; ``api`` stands for torch.cuda."""
     cuda = torch.cuda if api is None else api
     jobs = 1 if bench.quick else 8
@@ -47,7 +48,7 @@ def compare(bench: Bench, page_bytes: int, device: str = "cuda", api: Any = None
     pinned = PinnedRows(region.array, api)
     batch = find_batch_copy() if api is None else None
     handlers = {
-        direction: CudaCopyHandler(canonical, pinned, layout, direction, batch=batch) for direction in Direction
+        direction: CudaCopyHandler(canonical, pinned, layout, direction, kernel, batch=batch) for direction in Direction
     }
     random = np.random.default_rng(0)
     gpu_ids = 1 + random.permutation(blocks - 1)[:BLOCKS_PER_JOB]
@@ -119,6 +120,8 @@ def moved(handler: CudaCopyHandler, spec: TransferSpec, jobs: int, nbytes: int) 
 
 
 def run(bench: Bench) -> None:
-    """Measure pages of 64 KiB and of 8 KiB."""
-    for page_bytes in (64 << 10, 8 << 10):
-        compare(bench, page_bytes)
+    """Measure pages of 64 KiB, of 8 KiB and of 2 KiB."""
+    from tiering.copy.kernel import move_pages  # only where there is a GPU
+
+    for page_bytes in (64 << 10, 8 << 10, 2 << 10):
+        compare(bench, page_bytes, move_pages)

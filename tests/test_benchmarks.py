@@ -188,7 +188,7 @@ def test_a_benchmark_that_cannot_run_here_is_left_out_and_says_why(
 def test_the_benchmark_of_cuda_copies_moves_what_it_says(tmp_path: Path) -> None:
     bench = Bench("cuda", tmp_path, quick=True, out=io.StringIO())
     api = FakeCuda()
-    bench_cuda.compare(bench, 1024, "cpu", api)
+    bench_cuda.compare(bench, 1024, api.kernel, "cpu", api)
     assert set(bench.results) == {"store, pages of 1 KiB", "load, pages of 1 KiB"}
     assert [len(stats) for stats in bench.results.values()] == [3, 3]
     assert api.log.count("host waits for event") == 2

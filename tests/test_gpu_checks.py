@@ -72,8 +72,7 @@ def test_an_error_that_is_left_behind_fails_the_check(monkeypatch: pytest.Monkey
 def test_copies_that_move_nothing_fail_the_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     reuse_staging_buffers(monkeypatch)
     assert outcome(name, dry_machine())[0] is Outcome.DRY
-    monkeypatch.setattr(CudaCopyHandler, "_move_rows", lambda self, pages, staging: None)
-    monkeypatch.setattr(CudaCopyHandler, "_move_directly", lambda self, batch, pages: None)
+    monkeypatch.setattr(CudaCopyHandler, "_move_rows", lambda self, pages, group, staging: None)
     assert outcome(name, dry_machine())[0] is Outcome.FAILED
 
 

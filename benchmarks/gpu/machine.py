@@ -11,6 +11,7 @@ import torch
 from tests.copy.fake_cuda import FakeCuda
 from tiering.copy.batch import BatchCopy, find_batch_copy
 from tiering.copy.cudart import CudaApi, torch_cuda
+from tiering.copy.pages import PageKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Machine:
     """``torch.cuda`` or the stand-in."""
     batch: BatchCopy | None
     """The driver's batched copy."""
+    kernel: PageKernel
+    """The kernel that gathers and scatters pages."""
     is_gpu: bool
     """False for the stand-in."""
     scale: float
@@ -49,6 +52,8 @@ def gpu_machine() -> Machine | None:
     """Return the first GPU of this machine; None without one."""
     if not torch.cuda.is_available():
         return None
+    from tiering.copy.kernel import move_pages  # only where there is a GPU
+
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -57,6 +62,7 @@ def gpu_machine() -> Machine | None:
         device,
         torch_cuda(),
         find_batch_copy(),
+        move_pages,
         is_gpu=True,
         scale=1.0,
         reserved=lambda: torch.cuda.memory_reserved(device),
@@ -72,6 +78,7 @@ def dry_machine() -> Machine:
         torch.device("cpu"),
         fake,
         fake.batch(),
+        fake.kernel,
         is_gpu=False,
         scale=1 / 64,
         reserved=lambda: 0,

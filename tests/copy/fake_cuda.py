@@ -26,11 +26,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiering.copy.batch import BatchCopy
+from tiering.copy.pages import DeviceGroup
 
 DispatchMode: Any = TorchDispatchMode
 """torch's class, whose methods have no types."""
 
-KERNELS = {"index_select", "index_copy_", "fill_", "zero_", "zeros"}
+KERNELS = {"fill_", "zero_", "zeros"}
 """Operators that launch a kernel."""
 
 Clock = dict[object, int]
@@ -281,6 +282,22 @@ class FakeCuda:
             ctypes.memmove(destination, source, size)
         return 0
 
+    def kernel(self, group: DeviceGroup, blocks: torch.Tensor, staging: torch.Tensor, *, store: bool) -> None:
+        """Run the kernel of copies, byte by byte."""
+        self.runtime.launch()
+        stream = self.current_stream()
+        time = stream.work()
+        width = group.word.itemsize
+        for position, block in enumerate(blocks.tolist()):
+            for address, stride, offset, size in group.pages.t().tolist():
+                page = address + block * stride
+                staged = staging.data_ptr() + position * group.block_bytes + offset * width
+                source, destination = (page, staged) if store else (staged, page)
+                self._touch(stream, time, source, size * width, writes=False)
+                self._touch(stream, time, destination, size * width, writes=True)
+                ctypes.memmove(destination, source, size * width)
+        self.calls.append(Call("gather" if store else "scatter", stream.name, len(blocks) * group.block_bytes))
+
     # ----------------------------------------------------------------------------------------------------------- checks
 
     @contextmanager
@@ -305,16 +322,7 @@ class FakeCuda:
             self.calls.append(Call(name, stream.name, 0))
             return
         time = stream.work()
-        if name == "index_select":
-            cache, _, ids = arguments
-            written = out
-            self._touch_blocks(stream, time, cache, ids, writes=False)
-        elif name == "index_copy_":
-            cache, _, ids, source = arguments
-            written = None
-            self._touch_blocks(stream, time, cache, ids, writes=True)
-            self._touch_tensor(stream, time, source, writes=False)
-        elif name == "copy_":
+        if name == "copy_":
             written, source = arguments[:2]
             self._check_registration(written.data_ptr(), source.data_ptr(), written.nbytes)
             self._touch_tensor(stream, time, source, writes=False)
@@ -329,12 +337,6 @@ class FakeCuda:
         *addresses, size = ends_and_size
         if any(self.runtime.holds(address, size) is False for address in addresses):
             raise RuntimeError("CUDA error: a copy crosses the border of a registration")
-
-    def _touch_blocks(
-        self, stream: FakeStream, time: int, cache: torch.Tensor, ids: torch.Tensor, *, writes: bool
-    ) -> None:
-        for block in ids.tolist() if self.checks_order else ():
-            self._touch_tensor(stream, time, cache[block], writes=writes)
 
     def _touch_tensor(self, stream: FakeStream, time: int, tensor: torch.Tensor, *, writes: bool) -> None:
         if tensor.dim() > 1 and not tensor.is_contiguous() and self.checks_order:

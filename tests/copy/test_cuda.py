@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.copy import kv
-from tests.copy.fake_cuda import Call, DispatchMode, FakeCuda, FakeEvent, FakeStream
+from tests.copy.fake_cuda import Call, FakeCuda, FakeEvent, FakeStream
 from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy import cuda, pinning
@@ -35,7 +35,7 @@ def handler(
     cache = cache or kv.canonical()
     layout = RowLayout.of(cache)
     rows = SharedRegion.create(20, layout.row_bytes, prefault=False).array
-    return CudaCopyHandler(cache, PinnedRows(rows, api), layout, direction, **options)
+    return CudaCopyHandler(cache, PinnedRows(rows, api), layout, direction, api.kernel, **options)
 
 
 def spec(block: int = 1, row: int = 1) -> TransferSpec:
@@ -59,63 +59,38 @@ def many_layers(page_bytes: int = 64, layers: int = 32, blocks: int = 40) -> Can
 # ---------------------------------------------------------------------------------------------------------------- calls
 
 
-def test_a_decode_step_that_fills_16_blocks_takes_48_calls() -> None:
-    """One kernel per layer and one copy per row."""
+def test_a_decode_step_that_fills_16_blocks_takes_17_calls_without_batched_copies() -> None:
+    """One kernel for all layers and one copy per row."""
     api = FakeCuda()
     copies = handler(api, cache=many_layers())
     with api.watched():
         assert copies.transfer_all_async(specs(16)) == []
-    assert Counter(call.name for call in api.calls) == {"index_select": 32, "copy_": 16}
+    assert Counter(call.name for call in api.calls) == {"gather": 1, "copy_": 16}
 
 
-def test_a_load_of_a_block_takes_a_copy_and_a_kernel_for_each_layer() -> None:
-    api = FakeCuda()
-    copies = handler(api, Direction.LOAD, many_layers())
-    with api.watched():
-        assert copies.transfer_all_async(backwards(specs(1))) == []
-    assert Counter(call.name for call in api.calls) == {"index_copy_": 32, "copy_": 1}
-
-
-def test_a_batched_copy_moves_all_rows_in_one_call() -> None:
-    api = FakeCuda()
-    copies = handler(api, cache=many_layers(), batch=api.batch())
-    with api.watched():
-        copies.transfer_all_async(specs(8))
-    assert Counter(call.name for call in api.calls) == {"index_select": 32, "batch": 1}
-
-
+@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("direction", Direction)
-def test_large_pages_are_one_call_without_staging(direction: Direction) -> None:
+def test_a_batched_copy_moves_all_rows_in_one_call(direction: Direction, count: int) -> None:
     api = FakeCuda()
-    copies = handler(api, direction, many_layers(28 << 10, 4), batch=api.batch())
-    jobs = specs(8) if direction is Direction.STORE else backwards(specs(8))
+    copies = handler(api, direction, many_layers(), batch=api.batch())
+    store = direction is Direction.STORE
     with api.watched():
-        assert copies.transfer_all_async(jobs) == []
-    assert api.calls == [Call("batch", "side1", 8 * 4 * (28 << 10))]
-    assert api.orders == [direction is Direction.STORE]  # the compute stream has just written the stored blocks
+        copies.transfer_all_async(specs(count) if store else backwards(specs(count)))
+    moved = Call("batch", "side1", count * 32 * 64)
+    kernel = Call("gather" if store else "scatter", "side0", count * 32 * 64)
+    assert api.calls == ([kernel, moved] if store else [moved, kernel])
+    assert api.orders == [store]  # the kernel has just written what a store moves
 
 
-def test_large_pages_are_staged_if_the_rows_are_not_pinned() -> None:
+def test_rows_that_are_not_pinned_are_not_copied_by_the_driver_s_batch() -> None:
     """A batched copy needs addresses that the device may use."""
     api = FakeCuda()
     api.runtime.code = 1
     with api.watched():
-        copies = handler(api, cache=many_layers(28 << 10, 4), batch=api.batch())
+        copies = handler(api, cache=many_layers(), batch=api.batch())
         del api.calls[:]
         assert copies.transfer_all_async(specs(1)) == []
-    assert {call.name for call in api.calls} == {"index_select", "copy_"}
-
-
-def test_layers_of_one_allocation_are_gathered_by_one_kernel() -> None:
-    pool = torch.zeros(32, 40, 64, dtype=torch.uint8)  # layer by layer
-    caches = {f"l{layer}": pool[layer] for layer in range(32)}
-    cache = canonicalize(caches, [KVCacheGroup(tuple(caches), 16)], 40)
-    for direction, name in ((Direction.STORE, "index_select"), (Direction.LOAD, "index_copy_")):
-        api = FakeCuda()
-        copies = handler(api, direction, cache)
-        with api.watched():
-            copies.transfer_all_async(specs(4) if direction is Direction.STORE else backwards(specs(4)))
-        assert Counter(call.name for call in api.calls)[name] == 1
+    assert {call.name for call in api.calls} == {"gather", "copy_"}
 
 
 def test_neighbouring_rows_that_touch_are_one_copy() -> None:
@@ -136,39 +111,6 @@ def test_no_copy_crosses_the_border_of_two_registrations(monkeypatch: pytest.Mon
             assert copies.transfer_async(1, (GPULoadStoreSpec(range(8), [8], [0]), CPULoadStoreSpec(range(2, 10))))
         nbytes = [call.nbytes for call in api.calls if call.name in ("copy_", "batch")]
         assert nbytes == ([8 * 4096] if batch else [4 * 4096, 4 * 4096])
-
-
-def test_gathering_needs_no_memory_beside_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would keep a temporary of the size of the pages reserved for good."""
-    made: list[int] = []
-    results = []
-    for direction in Direction:
-        api = FakeCuda()
-        copies = handler(api, direction, many_layers())
-        jobs = specs(8) if direction is Direction.STORE else backwards(specs(8))
-        with api.watched(), _Allocations(made):
-            results += copies.transfer_all_async(jobs)
-    assert results == []
-    assert made == []
-
-
-class _Allocations(DispatchMode):  # type: ignore[misc]
-    """A mode that records the bytes of tensors which operators allocate."""
-
-    def __init__(self, made: list[int]) -> None:
-        super().__init__()
-        self._made = made
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        known = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in (*args, *(kwargs or {}).values())
-            if isinstance(tensor, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
-            self._made.append(result.nbytes)
-        return result
 
 
 def test_the_driver_s_refusal_of_a_batch_costs_no_job(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +139,13 @@ def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_byte
     pinned = PinnedRows(rows, api)
     store, load = (
         CudaCopyHandler(
-            cache, pinned, layout, direction, staging_bytes=4 * 3 * page_bytes, batch=api.batch() if batch else None
+            cache,
+            pinned,
+            layout,
+            direction,
+            api.kernel,
+            staging_bytes=4 * 3 * page_bytes,
+            batch=api.batch() if batch else None,
         )
         for direction in Direction
     )
@@ -358,7 +306,7 @@ def test_rows_are_pinned_once_for_both_directions_and_unpinned_after_the_last() 
     layout = RowLayout.of(cache)
     rows = kv.make_rows(layout)
     pinned = PinnedRows(rows, api)
-    store, load = (CudaCopyHandler(cache, pinned, layout, direction) for direction in Direction)
+    store, load = (CudaCopyHandler(cache, pinned, layout, direction, api.kernel) for direction in Direction)
     assert api.runtime.registered == {rows.ctypes.data: rows.nbytes}
     store.shutdown()
     store.shutdown()
@@ -370,8 +318,9 @@ def test_rows_are_pinned_once_for_both_directions_and_unpinned_after_the_last() 
 def test_rows_that_cannot_be_pinned_are_used() -> None:
     api = FakeCuda()
     api.runtime.code = 2
-    copies = handler(api)
-    assert copies.transfer_async(1, spec())
+    with api.watched():
+        copies = handler(api)
+        assert copies.transfer_async(1, spec())
     copies.shutdown()
     assert [result.success for result in copies.get_finished()] == [True]
 
@@ -425,14 +374,15 @@ def test_too_little_device_memory_shows_at_start_and_pins_nothing(monkeypatch: p
     real = CudaCopyHandler._allocate_staging
     monkeypatch.setattr(CudaCopyHandler, "_allocate_staging", allocate)
     with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
-        CudaCopyHandler(cache, pinned, layout, Direction.STORE)
+        CudaCopyHandler(cache, pinned, layout, Direction.STORE, api.kernel)
     assert api.runtime.registered == {}
 
 
 def test_staging_is_taken_at_start_and_is_no_larger_than_twice_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kv.canonical()
     layout = RowLayout.of(cache)
-    copies = CudaCopyHandler(cache, PinnedRows(kv.make_rows(layout, 3), FakeCuda()), layout, Direction.STORE)
+    api = FakeCuda()
+    copies = CudaCopyHandler(cache, PinnedRows(kv.make_rows(layout, 3), api), layout, Direction.STORE, api.kernel)
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError
@@ -447,7 +397,9 @@ def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.Mo
     log = []
 
     class Handler:
-        def __init__(self, kv_caches: Any, rows: Any, layout: Any, direction: Direction, batch: Any) -> None:
+        def __init__(
+            self, kv_caches: Any, rows: Any, layout: Any, direction: Direction, kernel: Any, batch: Any
+        ) -> None:
             self.name = direction.name.lower()
             if direction is Direction.LOAD and fails == "the load handler":
                 raise MemoryError
@@ -460,6 +412,7 @@ def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.Mo
         raise MemoryError
 
     monkeypatch.setattr(cuda, "CudaCopyHandler", Handler)
+    monkeypatch.setitem(sys.modules, "tiering.copy.kernel", cast("Any", SimpleNamespace(move_pages=None)))
     monkeypatch.setattr("tiering.copy.self_check.check_round_trip", check)
     on_gpu = cast(
         "Any", SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda", 1)))])
@@ -478,7 +431,7 @@ def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.Mo
 )
 def test_the_fake_takes_the_arguments_of_torch(fake: type, real: Any) -> None:
     """Each parameter of the fake has torch's name and position."""
-    own = {"watched", "write", "saw", "batch", "work", "Stream", "Event"}
+    own = {"watched", "write", "saw", "batch", "kernel", "work", "Stream", "Event"}
     checked = []
     for name, function in vars(fake).items():
         if name.startswith("_") or name in own or not inspect.isfunction(function) or name == "stream":

@@ -16,7 +16,7 @@ from tests.copy.fake_cuda import FakeCuda
 from tests.copy.kv import LAYOUTS, NUM_BLOCKS
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy import host, pages
+from tiering.copy import host
 from tiering.copy.contract import OffloadingHandler, OffloadingWorker, TransferResult
 from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.handlers import make_handlers
@@ -28,7 +28,7 @@ from tiering.errors import ConfigError
 Make = Callable[[CanonicalKVCaches, NDArray[np.uint8], RowLayout, Direction], OffloadingHandler]
 
 
-@pytest.fixture(params=["host", "cuda", "cuda, batched copies", "cuda, no staging"])
+@pytest.fixture(params=["host", "cuda", "cuda, batched copies"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Function that makes handlers with small chunks, so that a few blocks need several of them."""
     handlers: list[OffloadingHandler] = []
@@ -42,13 +42,13 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             handlers.append(HostCopyHandler(kv_caches, rows, layout, direction, threads=2))
         else:
             pinned = PinnedRows(rows, api)
-            handlers.append(CudaCopyHandler(kv_caches, pinned, layout, direction, staging_bytes=1000, batch=batch))
+            handlers.append(
+                CudaCopyHandler(kv_caches, pinned, layout, direction, api.kernel, staging_bytes=1000, batch=batch)
+            )
         return handlers[-1]
 
     monkeypatch.setattr(host, "_CHUNK_BYTES", 300)
     monkeypatch.setattr(host, "_SPLIT_BYTES", 1000)
-    if "no staging" in request.param:
-        monkeypatch.setattr(pages, "SMALLEST_DIRECT_PAGE", 1)
     with api.watched():
         yield build
     assert api.races == []

@@ -24,8 +24,9 @@ def handlers(
     if not cuda:
         store, load = (HostCopyHandler(cache, rows, layout, direction, 1) for direction in Direction)
         return store, load
-    pinned = PinnedRows(rows, FakeCuda())
-    first, second = (CudaCopyHandler(cache, pinned, layout, direction) for direction in Direction)
+    api = FakeCuda()
+    pinned = PinnedRows(rows, api)
+    first, second = (CudaCopyHandler(cache, pinned, layout, direction, api.kernel) for direction in Direction)
     return first, second
 
 

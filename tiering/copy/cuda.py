@@ -1,9 +1,9 @@
 """Copies between a CUDA KV cache and pinned primary rows, on two side streams per direction.
 
-All transfers of a step are one submission. Pages of at least 28 KiB are copied by one batched call, where the driver
-has this call. Smaller pages take two stages. A store first gathers the pages of many GPU blocks into a staging buffer
-on the device, which has the shape of the rows. Then the rows' pieces cross the bus. A load goes the other way. The
-staging buffer has two halves, so that kernels fill one half while the bus moves the other.
+All transfers of a step are one submission, and their pages take two stages. A store first gathers the pages of many GPU
+blocks into a staging buffer on the device, which has the shape of the rows, with one kernel. Then the rows' pieces
+cross the bus. A load goes the other way. The staging buffer has two halves, so that kernels fill one half while the bus
+moves the other.
 
 Stores start after the work that the compute stream had when they were submitted. Loads write to the KV cache after that
 work. The compute stream waits for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +31,14 @@ from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.cudart import EventLike, StreamLike
 from tiering.copy.host import Direction, blocks_per_group, check_rows, split_spec
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
-from tiering.copy.pages import DeviceGroup, PageRun, Pieces, direct_pieces, staged_pieces
+from tiering.copy.pages import DeviceGroup, PageKernel, pieces_of
 from tiering.copy.pinning import PinnedRows
-from tiering.copy.submission import Chunk, Order, chunks_of, may_run_together, without_repeated_null
+from tiering.copy.submission import Order, chunks_of, may_run_together
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
 
 _STAGING_BYTES = 64 << 20
-_MOST_DIRECT = 1 << 12
-"""Largest number of GPU blocks in one chunk that is not staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,7 @@ class CudaCopyHandler(OffloadingHandler):
         rows: PinnedRows,
         layout: RowLayout,
         direction: Direction,
+        kernel: PageKernel,
         staging_bytes: int = _STAGING_BYTES,
         batch: BatchCopy | None = None,
     ) -> None:
@@ -86,6 +85,7 @@ class CudaCopyHandler(OffloadingHandler):
             rows: the primary rows.
             layout: the rows' layout.
             direction: stores or loads.
+            kernel: gathers and scatters pages; :func:`tiering.copy.kernel.move_pages` on a GPU.
             staging_bytes: bytes of device memory for staging; default 64 MiB. At least two GPU blocks are allocated, at
                 most twice the size of all rows.
             batch: the driver's batched copy; default: none, copies are queued one by one.
@@ -98,6 +98,7 @@ class CudaCopyHandler(OffloadingHandler):
         self._layout = layout
         self._direction = direction
         self._rows = rows
+        self._kernel = kernel
         self._batch = batch
         self._num_blocks = blocks_per_group(kv_caches)
         self._device: torch.device = kv_caches.tensors[0].tensor.device
@@ -193,28 +194,20 @@ class CudaCopyHandler(OffloadingHandler):
             return None
         return Order(job_id, plan, sum(len(p.gpu) * self._layout.gpu_block_bytes[p.group] for p in plan))
 
-    def _direct(self, group: int) -> BatchCopy | None:
-        """Return the batched copy if the pages of the group are copied by themselves, without staging."""
-        return self._batch if self._rows.is_pinned and self._groups[group].has_large_pages else None
-
-    def _blocks_at_once(self, group: int) -> int:
-        return self._capacity[group] if self._direct(group) is None else _MOST_DIRECT
-
     def _submit(self, orders: list[Order]) -> None:
         self._rows.agree(self._device)
         compute = self._api.current_stream(self._device)
-        chunks = chunks_of(orders, self._blocks_at_once)
+        chunks = chunks_of(orders, self._capacity)
         begin = self._api.Event(enable_timing=True)
         with self._api.stream(self._kernels):
-            ids = self._upload([chunk.pages.gpu for chunk in chunks if self._direct(chunk.pages.group) is None])
+            ids = self._upload([chunk.pages.gpu for chunk in chunks])
             self._kernels.wait_stream(compute)
-            if self._direction is Direction.STORE or any(self._direct(chunk.pages.group) for chunk in chunks):
-                self._bus.wait_stream(compute)  # a staged load may cross the bus before the KV cache may be written
+            # A load may cross the bus before the KV cache may be written.
             begin.record(self._kernels if self._direction is Direction.STORE else self._bus)
             marks = [_Mark(begin, begin)]
             last = [0] * len(orders)
-            for chunk in chunks:
-                marks.append(self._queue(chunk, ids))
+            for chunk, places in zip(chunks, ids, strict=True):
+                marks.append(self._queue(chunk.pages, places))
                 for job in chunk.jobs:
                     last[job] = len(marks) - 1
         moved = 0
@@ -223,55 +216,44 @@ class CudaCopyHandler(OffloadingHandler):
             mark = marks[last[job]]
             self._running[order.job_id] = _Running(order.size, begin, mark, order.size / max(moved, 1))
 
-    def _upload(self, numbers: list[NDArray[np.int64]]) -> Iterator[torch.Tensor]:
-        """Copy numbers to the device in one piece, and return an iterator over their parts there."""
+    def _upload(self, numbers: list[NDArray[np.int64]]) -> Sequence[torch.Tensor]:
+        """Copy numbers to the device in one piece, and return their parts there."""
         if not numbers:
-            return iter(())
+            return ()
         tensor = torch.from_numpy(np.concatenate(numbers))
         if self._device.type != "cpu":
             # The pinned copy returns to torch's pool, which reuses it only after the copy's end.
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
-        return iter(torch.split(tensor, [len(part) for part in numbers]))
+        return torch.split(tensor, [len(part) for part in numbers])
 
-    def _queue(self, chunk: Chunk, ids: Iterator[torch.Tensor]) -> _Mark:
-        """Queue the copies of one chunk, and return the events behind them."""
+    def _queue(self, pages: GroupPages, places: torch.Tensor) -> _Mark:
+        """Queue the copies of one chunk, and return the events behind them.
+
+        Args:
+            pages: the GPU blocks and their rows.
+            places: ids of the GPU blocks, on the device.
+        """
+        group = self._groups[pages.group]
         if self._direction is Direction.STORE:
-            return self._queue_store(chunk, ids)
-        moved, end = self._api.Event(enable_timing=True), self._api.Event(enable_timing=False)
-        if batch := self._direct(chunk.pages.group):
-            self._move_directly(batch, chunk.pages)
-            moved.record(self._bus)
-            self._kernels.wait_event(moved)
-        else:
-            half, staging = self._next_half(self._bus)
-            self._move_rows(chunk.pages, staging)
-            moved.record(self._bus)
-            self._kernels.wait_event(moved)
-            places = next(ids)
-            for run, staged in self._staged(chunk.pages, staging):
-                run.cache.index_copy_(0, places, staged)
-            self._freed[half] = end
-        end.record(self._kernels)
-        return _Mark(moved, end)
-
-    def _queue_store(self, chunk: Chunk, ids: Iterator[torch.Tensor]) -> _Mark:
-        half = None
-        if batch := self._direct(chunk.pages.group):
-            self._move_directly(batch, chunk.pages)
-        else:
             half, staging = self._next_half(self._kernels)
-            places = next(ids)
-            for run, staged in self._staged(chunk.pages, staging):
-                torch.index_select(run.cache, 0, places, out=staged)
+            self._kernel(group, places, staging, store=True)
             gathered = self._api.Event(enable_timing=False)
             gathered.record(self._kernels)
             self._bus.wait_event(gathered)
-            self._move_rows(chunk.pages, staging)
-        moved = self._api.Event(enable_timing=True)
-        moved.record(self._bus)
-        if half is not None:
+            self._move_rows(pages, group, staging)
+            moved = self._api.Event(enable_timing=True)
+            moved.record(self._bus)
             self._freed[half] = moved
-        return _Mark(moved, moved)
+            return _Mark(moved, moved)
+        half, staging = self._next_half(self._bus)
+        self._move_rows(pages, group, staging)
+        moved, end = self._api.Event(enable_timing=True), self._api.Event(enable_timing=False)
+        moved.record(self._bus)
+        self._kernels.wait_event(moved)
+        self._kernel(group, places, staging, store=False)
+        end.record(self._kernels)
+        self._freed[half] = end
+        return _Mark(moved, end)
 
     def _next_half(self, stream: StreamLike) -> tuple[int, torch.Tensor]:
         """Return the half of the staging buffer that was used longer ago; ``stream`` waits until it is free."""
@@ -281,43 +263,23 @@ class CudaCopyHandler(OffloadingHandler):
             stream.wait_event(freed)
         return self._turn, self.halves[self._turn]
 
-    def _staged(self, pages: GroupPages, staging: torch.Tensor) -> Iterator[tuple[PageRun, torch.Tensor]]:
-        """Yield each run of layers of a group, with its place in the staging buffer."""
-        group = self._groups[pages.group]
-        blocks = staging[: len(pages.gpu) * group.block_bytes].view(group.word).view(len(pages.gpu), -1)
-        for run in group.runs:
-            yield run, run.within(blocks)
-
-    def _move_rows(self, pages: GroupPages, staging: torch.Tensor) -> None:
+    def _move_rows(self, pages: GroupPages, group: DeviceGroup, staging: torch.Tensor) -> None:
         """Queue the copies between the staging buffer and the rows."""
-        rows = self._rows
-        pieces = staged_pieces(pages, self._groups[pages.group], rows.stride, rows.chunk_rows)
-        if self._batch is not None and rows.is_pinned and len(pieces.sizes) > 1:
-            self._move_batch(self._batch, pieces, staging.data_ptr())
+        rows, store = self._rows, self._direction is Direction.STORE
+        pieces = pieces_of(pages, group, rows.stride, rows.chunk_rows)
+        if self._batch is not None and rows.is_pinned:
+            device = pieces.device + np.uint64(staging.data_ptr())
+            host = pieces.host + np.uint64(rows.bytes.data_ptr())
+            destinations, sources = (host, device) if store else (device, host)
+            # Stores read what the kernel has just gathered. Nothing writes to the rows between the order of a load and
+            # its end.
+            self._batch(destinations, sources, pieces.sizes, self._bus.cuda_stream, in_stream_order=store)
             return
         with self._api.stream(self._bus):
-            for device, host, size in zip(*(array.tolist() for array in pieces), strict=True):
-                ends = staging[device : device + size], rows.bytes[host : host + size]
-                source, destination = ends if self._direction is Direction.STORE else ends[::-1]
+            for device_at, host_at, size in zip(*(array.tolist() for array in pieces), strict=True):
+                ends = staging[device_at : device_at + size], rows.bytes[host_at : host_at + size]
+                source, destination = ends if store else ends[::-1]
                 destination.copy_(source, non_blocking=True)
-
-    def _move_directly(self, batch: BatchCopy, pages: GroupPages) -> None:
-        """Queue the copies between the engine's pages and the rows."""
-        if self._direction is Direction.LOAD:
-            pages = without_repeated_null(pages)
-        rows = self._rows
-        pieces = direct_pieces(pages, self._groups[pages.group], rows.stride, rows.chunk_rows)
-        self._move_batch(batch, pieces, 0)
-
-    def _move_batch(self, batch: BatchCopy, pieces: Pieces, base: int) -> None:
-        device = pieces.device + np.uint64(base)
-        host = pieces.host + np.uint64(self._rows.bytes.data_ptr())
-        if self._direction is Direction.STORE:
-            # The compute stream writes to the KV cache: sources must not be read before its turn.
-            batch(host, device, pieces.sizes, self._bus.cuda_stream, in_stream_order=True)
-        else:
-            # Nothing writes to the rows between the order of a load and its end.
-            batch(device, host, pieces.sizes, self._bus.cuda_stream, in_stream_order=False)
 
     def _settle(self) -> None:
         for stream in (self._kernels, self._bus):

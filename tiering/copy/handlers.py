@@ -70,11 +70,15 @@ def _cuda_handlers(
     from tiering.copy.pinning import PinnedRows
     from tiering.copy.self_check import check_round_trip
 
+    try:
+        from tiering.copy.kernel import move_pages
+    except ImportError as error:
+        raise ConfigError(f"copies on a GPU need Triton ({error}): pip install triton") from error
     pinned = PinnedRows(rows, part=layout.part, rank=layout.rank, pageable=pageable)
     batch = find_batch_copy()
-    store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, batch=batch)
+    store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, move_pages, batch=batch)
     try:
-        load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD, batch=batch)
+        load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD, move_pages, batch=batch)
     except BaseException:
         store.shutdown()
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def may_run_together(orders: Sequence[Order], *, store: bool) -> bool:
     return all(len(np.unique(np.concatenate(places))) == sum(map(len, places)) for places in named.values())
 
 
-def chunks_of(orders: Sequence[Order], capacity: Callable[[int], int]) -> list[Chunk]:
+def chunks_of(orders: Sequence[Order], capacity: Sequence[int]) -> list[Chunk]:
     """Divide the blocks of all orders into chunks, group by group.
 
     Args:
@@ -63,26 +64,18 @@ def chunks_of(orders: Sequence[Order], capacity: Callable[[int], int]) -> list[C
             by_group.setdefault(pages.group, []).append((job, pages))
     chunks = []
     for group, parts in sorted(by_group.items()):
-        gpu = np.concatenate([pages.gpu for _, pages in parts])
-        rows = np.concatenate([pages.rows for _, pages in parts])
-        subs = np.concatenate([pages.subs for _, pages in parts])
-        owners = np.repeat([job for job, _ in parts], [len(pages.gpu) for _, pages in parts])
-        step = capacity(group)
-        for a in range(0, len(gpu), step):
-            b = a + step
-            owned = tuple(dict.fromkeys(owners[a:b].tolist()))
-            chunks.append(Chunk(GroupPages(group, gpu[a:b], rows[a:b], subs[a:b]), owned))
+        pages = _joined([pages for _, pages in parts])
+        ends = list(accumulate(len(pages.gpu) for _, pages in parts))
+        starts = [0, *ends[:-1]]
+        for a in range(0, ends[-1], capacity[group]):
+            b = min(a + capacity[group], ends[-1])
+            owners = dict.fromkeys(job for (job, _), c, d in zip(parts, starts, ends, strict=True) if c < b and a < d)
+            chunks.append(Chunk(GroupPages(group, pages.gpu[a:b], pages.rows[a:b], pages.subs[a:b]), tuple(owners)))
     return chunks
 
 
-def without_repeated_null(pages: GroupPages) -> GroupPages:
-    """Keep only the last of several copies to block 0, the engines' null block, which is never read.
-
-    The copies of one batched call must not overlap.
-    """
-    nulls = np.flatnonzero(pages.gpu == 0)
-    if len(nulls) < 2:
-        return pages
-    keep = np.ones(len(pages.gpu), np.bool_)
-    keep[nulls[:-1]] = False
-    return GroupPages(pages.group, pages.gpu[keep], pages.rows[keep], pages.subs[keep])
+def _joined(parts: list[GroupPages]) -> GroupPages:
+    if len(parts) == 1:
+        return parts[0]
+    gpu, rows, subs = (np.concatenate([getattr(pages, name) for pages in parts]) for name in ("gpu", "rows", "subs"))
+    return GroupPages(parts[0].group, gpu, rows, subs)
