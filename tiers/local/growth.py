@@ -27,6 +27,9 @@ They double while segments cannot be added.
 RETRY_SPACE_MOST = 900.0
 """Longest seconds between two attempts to add a segment."""
 
+RECOVERY_FIRST_SECONDS = 1.0
+"""Seconds from the opening in which recovery, which may return free slots, comes before a new segment."""
+
 _LOG_PERIOD = 3600.0
 """Seconds between two lines about a disk that stays full."""
 
@@ -40,6 +43,7 @@ class Growth:
             directory is still the opened one.
         places_wanted: returns the number of places that stores wait for.
         recovering: returns True while recovery goes on to return slots.
+        added: called when a segment was added, of which the last checkpoint has no record.
     """
 
     def __init__(
@@ -48,12 +52,15 @@ class Growth:
         examine: Callable[[Inspection], bool],
         places_wanted: Callable[[], int],
         recovering: Callable[[], bool],
+        added: Callable[[], None],
     ) -> None:
         self._name, self._store, self._index = parts.name, parts.store, parts.index
         self._io, self._clock = parts.io, parts.clock
         self._examine = examine
         self._places_wanted = places_wanted
         self._recovering = recovering
+        self._added = added
+        self._recovery_first_until = float("-inf")
         self._refused = False
         """True from refused writes until the disk takes writes again, also without the refused slots."""
         self._restored = float("-inf")
@@ -90,6 +97,8 @@ class Growth:
         for number in fresh:
             self._add(number)
         self._seen.update(existing)
+        if existing:
+            self._recovery_first_until = self._clock() + RECOVERY_FIRST_SECONDS
         self._tidy.wake()
         self._grow()
 
@@ -188,6 +197,8 @@ class Growth:
         if refused or self._refused:
             self._regain(refused)
             return
+        if free >= wanted and self._recovering() and self._clock() < self._recovery_first_until:
+            return
         needed = free < max(1, wanted)
         if free >= max(self._per_segment, wanted) or (self._spares_strangers and not needed):
             return
@@ -253,6 +264,7 @@ class Growth:
 
     def _add(self, number: int) -> None:
         self._seen.add(number)
+        self._added()
         self._index.add_free(number * self._per_segment + np.arange(self._per_segment))
 
     def _tidied(self, result: None, error: BaseException | None) -> None:

@@ -101,6 +101,7 @@ class LocalTier(BlockTier):
             self._examine_between,
             lambda: self._jobs.places_wanted,
             lambda: self._feed.active and not self._feed.failing,
+            self._note_change,
         )
         self._inspections = Inspections(parts, self._examine)
         self.checkpoints = Checkpoints(
@@ -219,6 +220,9 @@ class LocalTier(BlockTier):
             places = [job.places[position] for position in full]
             self.index.states.retire_full(keys, np.array(places, np.int64))
             self._growth.writes_refused(len(full), str(job.outcomes[full[0]]))
+
+    def _note_change(self) -> None:
+        self.checkpoints.changed = True
 
     def revoked_places(self) -> Collection[Place]:
         states = self.index.states

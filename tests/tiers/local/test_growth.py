@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened
+from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened, segment_files
 from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import key_of
@@ -191,3 +191,34 @@ def test_nothing_fresh_is_evicted_while_recovery_has_not_read_the_other_slots(
     finally:
         files.go.set()
         rig.close()
+
+
+def test_a_restart_with_free_slots_adds_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each restart took a segment's space, until the capacity was used, because recovery had returned no slot yet."""
+    monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
+    size = SLOTS * (BLOCK_BYTES + PAGE)
+    with opened(tmp_path, segment_size=size) as rig:
+        assert rig.store(K[:2]) == K[:2]
+        rig.wait(lambda: rig.tier.index.free >= SLOTS)
+    before = segment_files(tmp_path)
+    assert len(before) == 2
+    for _ in range(3):
+        with opened(tmp_path, segment_size=size) as rig:
+            assert rig.held(K[:2]) == K[:2]
+    assert segment_files(tmp_path) == before
+
+
+def test_the_last_checkpoint_has_a_segment_that_was_added_after_the_last_store(
+    tmp_path: Path, disk: SlowDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the next start reads the segment's headers, and warns."""
+    rig = slow_rig(tmp_path, disk)
+    assert rig.store(K[:SLOTS]) == K[:SLOTS]
+    rig.checkpoint()
+    disk.ready.set()
+    rig.wait(lambda: rig.tier.index.slots == 2 * SLOTS)
+    assert rig.close()
+    again = slow_rig(tmp_path, SlowDisk(quick=2))
+    assert again.held(K[:SLOTS]) == K[:SLOTS]
+    assert again.close()
+    assert "not the files in the checkpoint" not in caplog.text
