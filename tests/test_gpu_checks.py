@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import copies, servers
+from benchmarks.gpu import copies, engines, servers
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import Check, NotHereError, Outcome, exit_code, require, run_checks, summary
 from benchmarks.gpu.machine import Machine, dry_machine
@@ -31,8 +31,9 @@ def test_a_dry_run_runs_every_check_of_copies_and_calls_none_passed() -> None:
     assert main(["--dry"], out) == 2
     report = out.getvalue()
     ends = [line.split()[0] for line in report.splitlines()[1:-1] if not line.startswith("          ")]
-    assert ends[: len(copies.CHECKS)] == ["dry"] * len(copies.CHECKS)
-    assert set(ends[len(copies.CHECKS) :]) == {"left"}
+    here = len(copies.CHECKS) + len(engines.CHECKS)
+    assert ends[:here] == ["dry"] * here
+    assert set(ends[here:]) == {"left"}
     assert "passed" not in report
     assert report.splitlines()[-1].endswith("no GPU: nothing that only a GPU can show has been checked")
 

@@ -43,7 +43,7 @@ class Growth:
             directory is still the opened one.
         places_wanted: returns the number of places that stores wait for.
         recovering: returns True while recovery goes on to return slots.
-        added: called when a segment was added, of which the last checkpoint has no record.
+        added: called when a segment was added, because the last checkpoint does not name the segment.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ def test_nothing_fresh_is_evicted_while_recovery_has_not_read_the_other_slots(
 
 
 def test_a_restart_with_free_slots_adds_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each restart took a segment's space, until the capacity was used, because recovery had returned no slot yet."""
+    """Recovery has returned no slot yet when the tier first looks for free ones."""
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
     size = SLOTS * (BLOCK_BYTES + PAGE)
     with opened(tmp_path, segment_size=size) as rig:
