@@ -203,10 +203,10 @@ def serve(model: Path, stack: dict[str, Any] | None, log: Path, *options: str, *
     ]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     variables = {**inherited, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", **environment}
+    # A session of its own would be a group of its own for the kernel's scheduler (autogroup), and vLLM's workers spin:
+    # bound to all cores, they kept the tests and their object store from running for up to 30 s.
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, process_group=0)
     server = Server(process, port, log)
     try:
         until(lambda: _answers(server), START_SECONDS, "the start of the server")

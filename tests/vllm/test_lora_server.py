@@ -39,6 +39,12 @@ def load(server: Server, path: Path) -> None:
     server.call("/v1/load_lora_adapter", {"lora_name": "parrot", "lora_path": str(path)})
 
 
+def hold(server: Server, path: Path) -> None:
+    """Load the adapter at ``path``, and let the workers report it."""
+    load(server, path)
+    server.ask([PROMPTS[0][:8]], model="parrot")
+
+
 def loaded(server: Server) -> float:
     """Return the bytes loaded so far, after one more engine step."""
     server.ask([PROMPTS[0][:8]], 1)
@@ -51,26 +57,25 @@ def counted(server: Server, name: str) -> float:
     return server.metric(f"kv_tiering_{name}", tier="s3")
 
 
-@pytest.mark.slow  # Four processes; on a busy machine, requests end before the workers have named their adapter.
 def test_two_workers_find_an_adapter_s_kv_in_a_bucket_after_a_restart_and_none_of_another_adapter_of_its_name(
     llama: Path, expected: dict[str, list[Answer]], endpoint: S3Endpoint, tmp_path: Path
 ) -> None:
     path = write_adapter(tmp_path / "adapter", 1)
     bucket: dict[str, Any] = endpoint.words(endpoint.make_bucket("kv-cache").name)
-    stack = {"primary": {"capacity": "64MiB"}, "secondary": [bucket]}
+    stack = {"primary": {"capacity": "64MiB"}, "secondary": [{**bucket, "lookup_deadline": "1m"}]}
     environment = {
         **endpoint.environment(),
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     }
     with serve(llama, stack, tmp_path / "first", *TWO_WORKERS, *LORA, **environment) as server:
-        load(server, path)
+        hold(server, path)
         assert wrong(server.ask(PROMPTS, model="parrot"), expected["one"]) == []
         blocks = whole_blocks(PROMPTS)
         until(lambda: counted(server, "cascades_total") >= blocks, 120, "the store of all blocks")
     with serve(llama, stack, tmp_path / "second", *TWO_WORKERS, *LORA, **environment) as server:
         until(lambda: counted(server, "available") == 1, 120, "the opening of the bucket")
-        load(server, path)
+        hold(server, path)
         assert wrong(server.ask(PROMPTS, model="parrot"), expected["one"]) == []
         assert loaded(server) == ALL
         server.evict()
