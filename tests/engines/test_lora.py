@@ -18,7 +18,9 @@ from tiering.connector.metadata import (
 )
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
+from tiering.engines.vllm import adapter_loads
 from tiering.engines.vllm import lora as lora_module
+from tiering.engines.vllm.adapter_loads import UNREAD
 from tiering.engines.vllm.lora import READ_PATIENCE, AdapterGuard, AdapterNames, AdapterVariants
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
@@ -134,6 +136,39 @@ def test_a_request_that_goes_on_after_a_reset_loads_nothing_and_asks_what_it_sto
     guard.report({"1 adapter": "B"})
     guard.report({"1 adapter": "C"})  # its blocks may belong to the adapter before
     assert policy(guard, request(1)) == NOTHING
+
+
+def test_a_request_that_goes_on_after_a_reset_keeps_its_name_from_another_adapter() -> None:
+    guard = names_of()
+    guard.admit(request(1))
+    guard.reset()
+    guard.report({"1 adapter": "A", "2 adapter": "B"})
+    assert policy(guard, request(2)) == NOTHING, "the request stores blocks of the first adapter"
+    guard.drop("r")
+    guard.reset()
+    guard.report({"2 adapter": "B"})
+    assert policy(guard, request(2)) is None
+
+
+def test_names_beyond_the_bound_use_no_tier_until_a_reset_because_no_name_may_be_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (adapter_loads, lora_module):
+        monkeypatch.setattr(module, "MAX_ADAPTERS", 3)
+    guard = AdapterNames()
+    for number in range(1, 9):
+        guard.report({f"{number} {number}": "A"})
+        seen = policy(guard, request(number, name=str(number)))
+        assert seen == (None if number <= 3 else NOTHING)
+        guard.drop("r")
+    assert list(guard._named) == ["1", "2", "3"]
+    assert list(guard._held) == ["6 6", "7 7", "8 8"]
+    assert len(caplog.records) == 1
+    guard.report({"1 1": "B"})
+    assert policy(guard, request(1, name="1")) == NOTHING, "a name is not dropped with the report about it"
+    guard.reset()
+    guard.report({"8 8": "A"})
+    assert policy(guard, request(8, name="8")) is None
 
 
 LOADS: dict[str, Any] = {
@@ -261,7 +296,7 @@ def test_workers_that_hold_different_adapters_report_none(kind: Any) -> None:
 def test_adapters_that_were_not_used_for_long_are_dropped_unless_a_request_is_open(
     half: OffloadingConnectorScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_module, "MAX_ADAPTERS", 3)
+    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 3)
     guard = AdapterVariants(half)
     first = guard.admit(request(1)).variant
     guard.report({"1 adapter": "A"})
@@ -276,10 +311,17 @@ def test_adapters_that_were_not_used_for_long_are_dropped_unless_a_request_is_op
     assert first.is_void, "an open request is not left with a variant that nothing changes"
     guard.drop("r")
     guard.admit(request(9))
-    assert list(guard._variants) == ["7 adapter", "8 adapter", "9 adapter"]
+    assert list(guard._variants) == ["8 adapter", "1 adapter", "9 adapter"]
+    guard._to_read.clear()
+    guard.report({"6 adapter": UNREAD})
     again = guard.admit(request(6))
     assert not again.variant.identity
+    assert list(guard._to_read) == ["6 adapter"], "its files are read again"
     assert checks(guard, "r") == [("6 adapter", "", set())], "the workers are asked again"
+    for number in range(20, 30):
+        guard.report({f"{number} loaded by hand": "A"})
+    assert list(guard._variants) == ["6 adapter", *(f"{number} loaded by hand" for number in (27, 28, 29))]
+    assert list(guard._read_by) == list(guard._variants)
 
 
 # ----------------------------------------------------------------------------------- adapters that no worker has loaded

@@ -19,11 +19,12 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
 from tiering.engines.vllm.weights import digest_of, has_writer, plain, record_of
@@ -61,8 +62,35 @@ UNREAD = "unread"
 """Reported for an adapter that is not loaded and whose files cannot be read yet."""
 _PRIVATE = "load "
 
+T = TypeVar("T")
+
 Recorded = tuple[tuple[Any, ...], ...]
 """Records of the file system about an adapter's files; empty: there are none."""
+
+
+class RecentAdapters(dict[str, T]):
+    """Values of at most :data:`MAX_ADAPTERS` adapters by key, in the order of their latest use."""
+
+    def use(self, key: str) -> T | None:
+        """Return the value of ``key``, whose use is the latest now; None if there is none."""
+        value = self.pop(key, None)
+        if value is not None:
+            self[key] = value
+        return value
+
+    def put(self, key: str, value: T, kept: Callable[[], Container[str]] = frozenset) -> None:
+        """Set the value of ``key``, whose use is the latest now, and drop the oldest values beyond the bound.
+
+        Args:
+            kept: returns the keys whose values are not dropped; default: none.
+        """
+        self.pop(key, None)
+        self[key] = value
+        if len(self) > MAX_ADAPTERS:
+            in_use = kept()
+            for oldest in list(islice(self, len(self) - MAX_ADAPTERS)):
+                if oldest not in in_use:
+                    del self[oldest]
 
 
 def key_of(lora_request: Any) -> str:
@@ -99,7 +127,7 @@ class AdapterLoads:
         self._reads = reads
         words = plain({word: value for word, value in _words(lora_config).items() if word not in _NOT_CONTENT})
         self._settings = json.dumps(words, sort_keys=True)
-        self._held: dict[str, str] = {}
+        self._held = RecentAdapters[str]()
         self._news: dict[str, str] = {}
         self._loads = 0
         """Number of loads, equal on all workers of an engine."""
@@ -157,10 +185,8 @@ class AdapterLoads:
             )
         if self._news.get(key, identity) != identity:
             identity = ""  # two loads since the last report
-        self._held.pop(key, None)
-        self._held[key] = self._news[key] = identity
-        if len(self._held) > MAX_ADAPTERS:
-            del self._held[next(iter(self._held))]
+        self._news[key] = identity
+        self._held.put(key, identity)
 
     def _identity(self, content: str) -> str:
         return hashlib.sha256(f"{content}\0{self._settings}".encode()).hexdigest()
@@ -191,9 +217,7 @@ class AdapterLoads:
         """
         stale: set[int] = set()
         for key, identity, blocks in checks:
-            held = self._held.pop(key, "")
-            if held:
-                self._held[key] = held
+            held = self._held.use(key) or ""
             if not identity:
                 self._news.setdefault(key, held)
             elif held != identity:

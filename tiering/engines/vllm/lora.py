@@ -17,13 +17,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Container, Mapping
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.variants import Variant
-from tiering.engines.vllm.adapter_loads import MAX_ADAPTERS, UNREAD, AdapterFiles, is_private, key_of, name_of
+from tiering.engines.vllm.adapter_loads import (
+    MAX_ADAPTERS,
+    UNREAD,
+    AdapterFiles,
+    RecentAdapters,
+    is_private,
+    key_of,
+    name_of,
+)
 from tiering.engines.vllm.loads import ordered_loads
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
 
@@ -123,19 +131,18 @@ class AdapterVariants(AdapterGuard):
         self._half = half
         self._clock = clock
         self._to_read: dict[str, AdapterFiles] = {}
-        self._read_by: dict[str, float] = {}
+        self._read_by = RecentAdapters[float]()
         """Time until which requests wait for the files of an adapter, by its key."""
-        self._variants: dict[str, Variant] = {}
-        """Variant of each adapter for its new requests, by key; the one whose use is longest ago comes first."""
+        self._variants = RecentAdapters[Variant]()
+        """Variant of each adapter for its new requests, by key; the workers report a dropped one again."""
         self._waiting: dict[str, tuple[str, Variant]] = {}
         """Key and variant of the open requests whose adapter was not known at first, by request id."""
 
     def _admit(self, request: Any, lora: Any) -> RequestWithParams:
         key = key_of(lora)
-        variant = self._variants.pop(key, None) or Variant(self._half.events.own_hashes)
-        self._variants[key] = variant
-        if len(self._variants) > MAX_ADAPTERS:
-            self._drop_oldest()
+        if (variant := self._variants.use(key)) is None:
+            variant = self._new_variant(key)
+            self._read_by.pop(key, None)
         if variant.is_void:
             return _without_tiers(request, variant)
         if variant.identity:
@@ -144,7 +151,7 @@ class AdapterVariants(AdapterGuard):
             self._unknown[request.request_id] = key
             self._waiting[request.request_id] = (key, variant)
             if key not in self._read_by:
-                self._read_by[key] = self._clock() + READ_PATIENCE
+                self._read_by.put(key, self._clock() + READ_PATIENCE, self._in_use)
                 self._to_read[key] = (str(lora.lora_path), bool(getattr(lora, "is_3d_lora_weight", False)))
         params = request.kv_transfer_params
         return RequestWithParams(request, _in_memory(params) if is_private(variant.identity) else params, variant)
@@ -165,31 +172,33 @@ class AdapterVariants(AdapterGuard):
         files, self._to_read = self._to_read, {}
         return dataclasses.replace(metadata, adapters_to_read=files)
 
-    def _drop_oldest(self) -> None:
-        """Drop variants beyond the bound that have no open request; the workers are asked again when needed."""
-        used = {key for key, _ in chain(self._assumed.values(), self._waiting.values())}
-        for key in list(islice(self._variants, len(self._variants) - MAX_ADAPTERS)):
-            if key not in used:
-                del self._variants[key]
-                self._read_by.pop(key, None)
+    def _new_variant(self, key: str) -> Variant:
+        """Return a variant for the new requests of an adapter; its identity is not known yet."""
+        variant = Variant(self._half.events.own_hashes)
+        self._variants.put(key, variant, self._in_use)
+        return variant
+
+    def _in_use(self) -> set[str]:
+        """Return the keys of the adapters that have open requests."""
+        return {key for key, _ in chain(self._assumed.values(), self._waiting.values())}
 
     def report(self, adapters: Mapping[str, str]) -> None:
         for key, identity in adapters.items():
-            self._read_by[key] = -math.inf
+            self._read_by.put(key, -math.inf, self._in_use)
             if identity == UNREAD:
                 continue
             variant = self._variants.get(key)
             if variant is None or (variant.is_void and identity):
-                variant = self._variants[key] = Variant(self._half.events.own_hashes)
+                variant = self._new_variant(key)
             elif variant.is_void or variant.identity == identity != "":
                 continue
             elif variant.identity:
                 self._replaced(variant, key)
-                variant = self._variants[key] = Variant(self._half.events.own_hashes)
+                variant = self._new_variant(key)
             elif is_private(identity):
                 # Requests that were admitted before the report might use tiers that outlive the engine.
                 self._identify(variant, key, "")
-                variant = self._variants[key] = Variant(self._half.events.own_hashes)
+                variant = self._new_variant(key)
             self._identify(variant, key, identity)
 
     def _identify(self, variant: Variant, key: str, identity: str) -> None:
@@ -219,62 +228,95 @@ class AdapterVariants(AdapterGuard):
         self._waiting.pop(request_id, None)
 
 
+@dataclasses.dataclass(slots=True)
+class _Named:
+    """The adapter that a name has stood for since the last reset."""
+
+    key: str
+    path: Any
+    identity: str | None = None
+    """Identity as the workers reported it; None: not yet, "": no tier may be used."""
+    is_ambiguous: bool = False
+    """True if the name has stood for another adapter, too."""
+
+
 class AdapterNames(AdapterGuard):
     """The guard of the simple mode: the names of an adapter's blocks cover the adapter's name only.
 
-    The CPU pool ends with the process. A name that has stood for two adapters uses it no more until a reset.
+    The CPU pool ends with the process. A name that has stood for two adapters uses it no more until a reset. As the
+    pool may hold blocks of each name that was used, none is dropped before: beyond :data:`MAX_ADAPTERS` names, new ones
+    use no tier.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[str, tuple[Any, Any]] = {}
-        self._held: dict[str, str] = {}
-        """Identity of each adapter as the workers reported it last, by key; "": no tier may be used."""
-        self._ambiguous: set[str] = set()
+        self._held = RecentAdapters[str]()
+        """Identity of each adapter as the workers reported it last, by key."""
+        self._named: dict[str, _Named] = {}
+        """Adapters by name."""
+        self._is_full = False
 
     def _admit(self, request: Any, lora: Any) -> RequestWithParams:
-        key, name = key_of(lora), str(lora.lora_name)
-        adapter = (lora.lora_int_id, getattr(lora, "lora_path", None))
-        if getattr(lora, "load_inplace", False) or self._known.setdefault(name, adapter) != adapter:
-            self._confused(name)
-        identity = self._held.get(key)
-        if identity is None:
-            self._unknown[request.request_id] = key
-        if name in self._ambiguous or not identity:
+        key, name, path = key_of(lora), str(lora.lora_name), getattr(lora, "lora_path", None)
+        if (named := self._named.get(name)) is None:
+            if len(self._named) >= MAX_ADAPTERS:
+                self._refused()
+                return _without_tiers(request)
+            named = self._named[name] = _Named(key, path, self._held.use(key))
+        if getattr(lora, "load_inplace", False) or (named.key, named.path) != (key, path):
+            self._confused(named)
+        if named.is_ambiguous or not named.identity:
+            if named.identity is None:
+                self._unknown[request.request_id] = key
             return _without_tiers(request)
-        self._assumed[request.request_id] = (key, identity)
+        self._assumed[request.request_id] = (key, named.identity)
         return RequestWithParams(request, request.kv_transfer_params)
 
     def may_load(self, request_id: str) -> bool:
         if (assumed := self._assumed.get(request_id)) is None:
             return True
-        key, identity = assumed
-        return name_of(key) not in self._ambiguous and self._held.get(key) == identity
+        named = self._named[name_of(assumed[0])]
+        return not named.is_ambiguous and (named.key, named.identity) == assumed
 
     def report(self, adapters: Mapping[str, str]) -> None:
         for key, identity in adapters.items():
-            if self._held.setdefault(key, identity) != identity:
-                self._held[key] = identity
-                self._confused(name_of(key))
+            self._held.put(key, identity)
+            named = self._named.get(name_of(key))
+            if named is None or named.key != key:
+                continue
+            if named.identity is None:
+                named.identity = identity
+            elif named.identity != identity:
+                self._confused(named)
 
     def reset(self) -> None:
         """Let all names use tiers again, because no block that was stored before is left.
 
         A request that goes on after the reset stores blocks for the adapter that the workers hold then.
         """
-        self._known.clear()
-        self._ambiguous.clear()
         self._held.clear()
         self._loaded.clear()
+        self._is_full = False
+        going_on = {name_of(key) for key, _ in self._assumed.values()}
+        self._named = {name: _Named(it.key, it.path) for name, it in self._named.items() if name in going_on}
         self._unknown.update((req_id, key) for req_id, (key, _) in self._assumed.items())
 
-    def _confused(self, name: str) -> None:
-        if name not in self._ambiguous:
-            self._ambiguous.add(name)
+    def _confused(self, named: _Named) -> None:
+        if not named.is_ambiguous:
+            named.is_ambiguous = True
             logger.warning(
                 "the LoRA adapter %r was replaced, but its blocks are identified by its name: its requests neither "
                 "load nor store KV until the prefix cache is reset together with the connector's",
-                name,
+                name_of(named.key),
+            )
+
+    def _refused(self) -> None:
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "LoRA adapters of %d names were used: requests with others neither load nor store KV until the prefix "
+                "cache is reset together with the connector's",
+                MAX_ADAPTERS,
             )
 
 
