@@ -25,7 +25,8 @@ from tiering.replay.device import DeviceCache
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
-from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
+from tiering.replay.stack import SimulatedStack, open_simulated
+from tiering.replay.tier import SimulatedTier
 from tiering.replay.trace import TraceRequest, keys_of
 from tiering.secondary.options import TtlOptions
 
@@ -128,7 +129,7 @@ class Replay:
         self._sessions = Sessions(stack.hints.blocks if stack.hints.release else 0)
         self._waiting: list[_Running] = []
         self._look_at = math.inf
-        self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(t.tier.name for t in self.stack.tiers)], 0)
+        self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(tier.name for tier in self.stack.tiers)], 0)
         self._requests = self._blocks = self._tokens = self._computed = 0
         self._times, self._times_without = Times(), Times()
         self._saved = 0.0
@@ -163,12 +164,12 @@ class Replay:
         self._run_until(math.inf)
         while True:
             for tier in self.stack.tiers:
-                tier.tier.drain(math.inf)
+                tier.drain(math.inf)
             self._manager.on_schedule_end()
             if not self._manager.blocks_queued:
                 break
         for tier in self.stack.tiers:
-            tier.tier.drain(math.inf)
+            tier.drain(math.inf)
         self._manager.on_schedule_end()
 
     # ----------------------------------------------------------------------------------------------------------- events
@@ -355,7 +356,7 @@ class Replay:
         months = trace_seconds / 3600 / HOURS_PER_MONTH
         stats = self._manager.get_stats()
         tiers = [self._primary(stats["primary"]["blocks"], months)] + [
-            self._tier(tier, stats["tiers"][tier.tier.name], months) for tier in self.stack.tiers
+            self._tier(tier, stats["tiers"][tier.name], months) for tier in self.stack.tiers
         ]
         if self._device is not None:
             tiers.insert(0, self._plain(DEVICE, self._model.device_cache or 0, 0, 0.0, 0.0))
@@ -400,12 +401,6 @@ class Replay:
             hit_blocks=hits,
             hit_rate=hits / self._blocks if self._blocks else 0.0,
             bytes_read=hits * self.stack.block_bytes,
-            bytes_written=0,
-            requests=0,
-            blocks_declined=0,
-            blocks_dropped=0,
-            loads_overdue=0,
-            seconds_out_of_service=0.0,
             blocks_at_end=blocks,
             bytes_paid=capacity,
             dollars_per_month=price,
@@ -422,15 +417,15 @@ class Replay:
         if tier.options.capacity_bytes is not None:
             return tier.options.capacity_bytes
         if not self._last:
-            return int(tier.store.blocks * self.stack.block_bytes * tier.bytes_ratio)
+            return int(tier.store.blocks * self.stack.block_bytes * tier.io.bytes_ratio)
         ttl = tier.options.ttl if isinstance(tier.options, TtlOptions) else None
         kept = HOURS_PER_MONTH * 3600 if ttl is None else ttl
         return int(tier.io.stats.written_bytes / self._last * kept)
 
     def _tier(self, tier: SimulatedTier, stats: dict[str, int], months: float) -> TierResult:
-        io, prices, name = tier.io, tier.model, tier.tier.name
+        io, prices, name = tier.io, tier.io.model, tier.name
         hits = self._hits[name]
-        blocks = tier.store.blocks if tier.blocks is None else tier.tier.index.blocks
+        blocks = tier.store.blocks if tier.index.shared else tier.index.blocks
         paid = self._steady_bytes(tier)
         dollars = paid / GIB * prices.dollars_per_gib_month
         if months:
@@ -451,7 +446,7 @@ class Replay:
             blocks_declined=stats["stores_declined"],
             blocks_dropped=stats["stores_dropped"] + stats["stores_evicted"] + stats["cascades_failed"],
             loads_overdue=stats["loads_overdue"],
-            seconds_out_of_service=tier.tier.out_of_service,
+            seconds_out_of_service=tier.out_of_service,
             blocks_at_end=blocks,
             bytes_paid=paid,
             dollars_per_month=dollars,

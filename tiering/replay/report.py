@@ -7,14 +7,12 @@ charts; LRU's curve, which belongs to no stack, has the color of the text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from html import escape
 
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.units import parse_size
-from tiering.replay.charts import COLORS, Series, dollars, line_chart, percent, seconds, size
+from tiering.replay.charts import COLORS, STYLE, Series, dollars, line_chart, percent, seconds, size
 from tiering.replay.model import HOURS_PER_MONTH
-from tiering.replay.page import STYLE
 from tiering.replay.replay import DEVICE
 from tiering.replay.result import ReplayResult
 from tiering.replay.study import Study
@@ -28,16 +26,14 @@ LEAST_GAIN = 0.005
 
 def report_page(study: Study) -> str:
     """Return the page of a study as HTML."""
-    best = study.best
     sections = [
         *(f"<p>{escape(line)}</p>" for line in advice(study)),
         _charts(study),
-        "<h2>All stacks</h2>" if len(study.results) > 1 else "<h2>In numbers</h2>",
+        "<h2>In numbers</h2>",
         _table(study),
-        _tiers(best, single=len(study.results) == 1),
         "<h2>The stack file</h2><p>Secrets are masked: fill them in again.</p>",
-        f'<pre id="stack">{escape(best.stack)}</pre>',
-        _assumptions(study, best),
+        f'<pre id="stack">{escape(study.best.stack)}</pre>',
+        _assumptions(study, study.best),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kv-tiering replay</title>'
@@ -293,33 +289,7 @@ def _is_size(text: str) -> bool:
 
 def _table(study: Study) -> str:
     head, rows = table(study)
-    return _html_table(head, rows, study.results.index(study.best) if study.pays else len(rows) - 1)
-
-
-def _tiers(result: ReplayResult, *, single: bool) -> str:
-    rows = [
-        {
-            "tier": tier.name,
-            "capacity": "without limit" if tier.capacity_bytes is None else size(tier.capacity_bytes),
-            "hits": percent(tier.hit_rate),
-            "read": size(tier.bytes_read),
-            "written": size(tier.bytes_written),
-            "requests": f"{tier.requests:,}",
-            "declined": f"{tier.blocks_declined:,}",
-            "dropped": f"{tier.blocks_dropped:,}",
-            "overdue": f"{tier.loads_overdue:,}",
-            "out of service": f"{tier.seconds_out_of_service:,.1f} s" if tier.seconds_out_of_service else "",
-            "paid for": size(tier.bytes_paid),
-            "saved/month": dollars(tier.dollars_saved_per_month),
-            "price/month": dollars(tier.dollars_per_month),
-        }
-        for tier in result.tiers
-    ]
-    title = "The tiers" if single else f"The tiers of {label(result)}"
-    return f"<h2>{escape(title)}</h2>" + _html_table(list(rows[0]), [list(row.values()) for row in rows])
-
-
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: int | None = None) -> str:
+    best = study.results.index(study.best) if study.pays else len(rows) - 1
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = (
         f"<tr{' class=best' if number == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"

@@ -51,7 +51,7 @@ class Times:
         return min(max(found, self._shortest), self._longest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierResult:
     """Hits, traffic and price of one tier in a replay."""
 
@@ -65,17 +65,17 @@ class TierResult:
     """Share of all prompt blocks that were loaded from this tier."""
     bytes_read: int
     """Bytes that loads read from the medium, compressed if the tier compresses."""
-    bytes_written: int
+    bytes_written: int = 0
     """Bytes that stores wrote to the medium, compressed if the tier compresses."""
-    requests: int
+    requests: int = 0
     """Requests to the medium: blocks written and read, and probes."""
-    blocks_declined: int
+    blocks_declined: int = 0
     """Blocks that admission declined, or that had no room."""
-    blocks_dropped: int
+    blocks_dropped: int = 0
     """Blocks that were not stored because the medium was too slow, those included that gave up their rows."""
-    loads_overdue: int
+    loads_overdue: int = 0
     """Blocks whose load missed the tier's deadline."""
-    seconds_out_of_service: float
+    seconds_out_of_service: float = 0.0
     """Seconds during which the tier served nothing, because so many loads missed its deadline."""
     blocks_at_end: int
     """Blocks that the tier holds after the last request."""

@@ -150,9 +150,12 @@ class SimulatedIo:
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.probes = 0
         """Number of probes."""
-        self._latency = model.latency
-        self._ratio = bytes_ratio
-        self._clock = clock
+        self.model = model
+        """Speed and price of the medium."""
+        self.bytes_ratio = bytes_ratio
+        """Stored bytes by raw bytes, below 1 for a tier that compresses."""
+        self.clock = clock
+        """Simulated time."""
         self._order = count()
         self._loads: list[tuple[float, int, TransferJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
@@ -177,7 +180,7 @@ class SimulatedIo:
         return 2 * self.store_depth * (SINGLE_UNIT_BYTES if self.store.named else BATCH_UNIT_BYTES)
 
     def submit(self, job: TransferJob) -> None:
-        now = self._clock.now
+        now = self.clock.now
         if not job.is_promotion:
             self.stores.submit(job, now)
             return
@@ -188,7 +191,7 @@ class SimulatedIo:
             overdue = OverdueError("the load waited longer than the tier's deadline")
             self._add_load(job, max(job.deadline, now), overdue)
             return
-        blocks, moved = len(job.moved), int(sum(job.sizes) * self._ratio)
+        blocks, moved = len(job.moved), int(sum(job.sizes) * self.bytes_ratio)
         stats.read_seconds += queue.add(start, blocks, moved)
         stats.requests += blocks
         stats.read_bytes += moved
@@ -211,11 +214,11 @@ class SimulatedIo:
             # replays of the same trace differ.
             task.on_done(result, error)
             return
-        end = self._clock.now + (self._latency if task.name == "probe" else 0.0)
+        end = self.clock.now + (self.model.latency if task.name == "probe" else 0.0)
         heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
 
     def poll(self) -> Sequence[TransferJob]:
-        now, tasks, loads = self._clock.now, self._tasks, self._loads
+        now, tasks, loads = self.clock.now, self._tasks, self._loads
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
@@ -248,8 +251,8 @@ class SimulatedIo:
     def wait(self, timeout: float) -> bool:
         """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
         end = self.next_end()
-        self._clock.now = max(self._clock.now, min(end, self._clock.now + timeout))
-        return end <= self._clock.now
+        self.clock.now = max(self.clock.now, min(end, self.clock.now + timeout))
+        return end <= self.clock.now
 
     def start(self, deadline: float, *, lookups: bool) -> None:
         """Do nothing: there are no threads."""
@@ -265,7 +268,7 @@ class SimulatedIo:
     def drain(self, deadline: float) -> bool:
         """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
         ends = [end for end, *_ in self._loads] + [end for end, *_ in self._tasks]
-        self._clock.now = max([self._clock.now, self.stores.run_out(), *ends])
+        self.clock.now = max([self.clock.now, self.stores.run_out(), *ends])
         return True
 
     def close(self, deadline: float) -> bool:

@@ -15,9 +15,9 @@ from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.replay.model import MediumModel, ReplayModel
+from tiering.replay.model import ReplayModel
 from tiering.replay.simulated import SLOT_HEADER_BYTES, Clock, SimulatedIo, SimulatedStore
-from tiering.replay.tier import SimulatedBlockTier
+from tiering.replay.tier import SimulatedTier
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import (
     BlockTierOptions,
@@ -33,26 +33,6 @@ MODEL = ModelIdentity(name="replay", weights="replay", dtype="replay", layout="r
 
 _LARGER = "raise the capacity, or give the KV of a token with --kv-bytes-per-token"
 """Remedy for a tier without room for one block."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedTier:
-    """One secondary tier of a replay."""
-
-    options: BlockTierOptions
-    """Options of the tier, from the stack."""
-    model: MediumModel
-    """Speed and price of its medium."""
-    tier: SimulatedBlockTier
-    """The tier, with its real index, admission and jobs."""
-    io: SimulatedIo
-    """Its simulated I/O side."""
-    store: SimulatedStore
-    """Its simulated medium."""
-    blocks: int | None
-    """Number of blocks that the tier has room for; None for a tier without a capacity."""
-    bytes_ratio: float
-    """Stored bytes by raw bytes; below 1 for a tier that compresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +88,7 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
     )
     manager = TieringOffloadingManager(
         CPUPrimaryTierOffloadingManager(view, stack.primary.eviction),
-        [tier.tier for tier in tiers],
+        tiers,
         clock=clock.read,
         promotion_share=stack.primary.promotion_share,
         reservation_deadline=stack.primary.reservation_deadline,
@@ -129,7 +109,7 @@ def _tier(
     model: ReplayModel,
     clock: Clock,
 ) -> SimulatedTier:
-    name, medium = options.tier_name, model.medium(options)
+    name = options.tier_name
     if not isinstance(options, BlockTierOptions):
         raise ConfigError(f"secondary[{index}] ({name}): a replay simulates block tiers, and {options.type} is not one")
     named = not isinstance(options, SlotOptions)
@@ -139,14 +119,13 @@ def _tier(
     ratio = 1.0 / model.compression_ratio if compresses else 1.0
     distance = tier_definition(options.type).distance
     context = TierContext(name, view, (block_bytes,), namespace, clock.read, distance=distance)
-    io = SimulatedIo(name, store, medium, options, ratio, clock)
+    io = SimulatedIo(name, store, model.medium(options), options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
         shared = SharedIndex(
             present_ttl=words.present_ttl, absent_ttl=words.absent_ttl, lookup_deadline=words.lookup_deadline
         )
-        tier = SimulatedBlockTier(context, options, shared, io, clock, place_prefix=lambda _: "")
-        return SimulatedTier(options, medium, tier, io, store, None, ratio)
+        return SimulatedTier(context, options, shared, io)
     if options.capacity is None:
         raise ConfigError(f"secondary[{index}].capacity: is missing; a replay needs the size of the tier {name}")
     blocks = options.capacity // (block_bytes + SLOT_HEADER_BYTES)
@@ -162,5 +141,4 @@ def _tier(
         low_watermark=options.low_watermark,
     )
     slots.add_free(np.arange(blocks))
-    tier = SimulatedBlockTier(context, options, slots, io, clock)
-    return SimulatedTier(options, medium, tier, io, store, blocks, ratio)
+    return SimulatedTier(context, options, slots, io)
