@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tiering import ModelIdentity, load_stack, open_manager
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="hung mounts")
 MNT_DETACH = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts.temporary import temporary_files_in
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiering.testing.frames import MAGIC
-
+_MAGIC = b"\x89KVTIER\n"
+"""First bytes of every frame; see :mod:`tiering.medium.frame`."""
 _KEY_OFFSET = 72
 """Where a frame has its key; see :mod:`tiering.medium.frame`."""
 
@@ -27,7 +27,7 @@ def flip_blocks(directory: Path, keys: Iterable[bytes]) -> int:
             position = data.find(key)
             while position >= 0:
                 start = position - _KEY_OFFSET
-                if start >= 0 and data[start : start + len(MAGIC)] == MAGIC and start + _INTO_FRAME < len(data):
+                if start >= 0 and data[start : start + len(_MAGIC)] == _MAGIC and start + _INTO_FRAME < len(data):
                     with path.open("r+b") as file:
                         file.seek(start + _INTO_FRAME)
                         file.write(bytes([data[start + _INTO_FRAME] ^ 0x40]))

@@ -14,9 +14,9 @@ from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BlockTierOptions
-from tiering.testing.chaos import ChaosPlan, Fault
+from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiering.testing.clock import SettableClock
-from tiering.testing.faults import FaultyStore
+from tiering.testing.faults import DictStore
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
 
@@ -35,7 +35,7 @@ class Faulty:
         **options: object,
     ) -> None:
         self.clock = SettableClock()
-        self.store = FaultyStore(seed, plan)
+        self.store = ChaosLayer(DictStore(), seed=seed, plan=plan)
         self._options = {"type": "faulty", "retries": {"attempts": 3, "backoff": "1ms"}, "max_inflight": 4, **options}
         self._shared = shared
         self.rig = TierRig(self._make, group_bytes=(4096,), num_rows=128, clock=self.clock)

@@ -14,7 +14,7 @@ from tiering.block_tier.tier import BlockTier
 from tiering.config.stack_file import StackConfig
 from tiering.index.slots import SlotIndex
 from tiering.testing.clock import FakeClock
-from tiering.testing.faults import DictStore, VariableDictStore
+from tiering.testing.faults import DictStore
 from tiering.tier import (
     BlockTierOptions,
     CapacityOptions,
@@ -154,7 +154,7 @@ def test_a_block_tier_whose_options_lack_its_words_says_what_to_derive_from() ->
 
 def test_the_mixin_alone_makes_a_block_tier_compress() -> None:
     context = make_context(FakeClock())
-    for store, options in ((VariableDictStore(), AllOptions), (DictStore(), BlockTierOptions)):
+    for store, options in ((DictStore(variable_size=True), AllOptions), (DictStore(), BlockTierOptions)):
         BlockTier(context, options(type=OWN), store, SlotIndex(4))
     with pytest.raises(ConfigError, match="compression: this medium has blocks of a fixed size"):
         BlockTier(context, AllOptions(type=OWN, compression="zstd"), DictStore(), SlotIndex(4))

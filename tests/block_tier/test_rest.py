@@ -15,7 +15,7 @@ from tiering.index.slots import SlotIndex
 from tiering.manager.rest import LONGEST_REST
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BlockTierOptions
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import REQUEST, TierRig
 from tiers.memory import MemoryStore
 

@@ -25,9 +25,9 @@ from tiering.cli import tiers as tiers_module
 from tiering.cli.verify import ReadPace
 from tiering.medium.files import Files
 from tiering.medium.frame import MAGIC
+from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiering.testing.until import until
 from tiers.object import S3_TIER, S3Options
 
 Make = Callable[..., TierRig]

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from tests.deploy.observed import ALERTS, CONFIG, filled, needs, queries, rules
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 SCRAPE = "250ms"
 """Interval between two scrapes, and between two evaluations of the rules."""

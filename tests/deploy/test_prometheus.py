@@ -17,7 +17,7 @@ from tests.patience import PATIENT
 from tests.servers import moto_server
 from tiering.cli.metrics import fetch, parse
 from tiering.testing.chaos import Fault
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 PROMPTS = [prompt(seed, 100) for seed in range(6)]
 BUCKET = "metrics"

@@ -16,7 +16,7 @@ import pytest
 
 from tiering.engines.vllm import adapter_loads
 from tiering.engines.vllm.adapter_loads import UNREAD, AdapterLoads, is_private
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 CONFIG = object()
 OLD = 1_000_000_000 * 10**9

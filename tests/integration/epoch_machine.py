@@ -15,8 +15,8 @@ from tests.patience import PATIENT
 from tiering import ModelIdentity, load_stack, open_manager
 from tiering.manager.waiting import wait_for_prefix, wait_until_idle
 from tiering.primary.memory.region import PAGE, SharedRegion
+from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
-from tiering.testing.until import until
 
 BLOCK_BYTES = 8192
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="epochs")

@@ -17,7 +17,7 @@ from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.region import SharedRegion
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 
 BEFORE = range(100)
 AFTER = range(100, 300)

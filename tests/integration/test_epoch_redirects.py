@@ -17,9 +17,8 @@ from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, Machine, bucket_
 from tiering.api.namespace import Namespace
 from tiering.epochs.chores import LOOK_SECONDS
 from tiering.epochs.driver import SURE_SECONDS, begin_common
-from tiering.testing.clock import SettableClock
+from tiering.testing.clock import SettableClock, until
 from tiering.testing.keys import keys_of
-from tiering.testing.until import until
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 

@@ -29,8 +29,8 @@ from tiering.epochs.driver import SURE_SECONDS, begin_common, find_common
 from tiering.errors import StoreError
 from tiering.medium.block_store import BlockStore
 from tiering.secondary.agreement import EpochAgreement
+from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
-from tiering.testing.until import until
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
 from tiers.valkey.tier import ValkeyOptions, ValkeyStore

@@ -16,8 +16,8 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tests.integration.epoch_machine import Machine, bucket_tier, disk_tier
 from tests.tiers.object.new_epoch import begin_epochs
+from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
-from tiering.testing.until import until
 from tiers.local.store import LocalStore
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore

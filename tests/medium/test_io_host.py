@@ -18,9 +18,9 @@ from tiering.medium.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, TASK_THREADS,
 from tiering.medium.layers.breaker import BreakerState
 from tiering.medium.messages import IoTask
 from tiering.runtime.depth import AUTO_DEPTH
-from tiering.testing.chaos import ChaosPlan, Fault
+from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiering.testing.clock import FakeClock, until
-from tiering.testing.faults import DictStore, FaultyStore
+from tiering.testing.faults import DictStore
 
 
 class GatedStore(DictStore):
@@ -269,7 +269,7 @@ def test_tasks_do_not_wait_for_jobs() -> None:
 
 
 def test_a_thread_that_hangs_does_not_stop_the_others() -> None:
-    primary, store = Primary(8), FaultyStore()
+    primary, store = Primary(8), ChaosLayer(DictStore())
     store.inject(Fault.HANG, gets=1)
     with running_host(store, primary, threads=2, release=store.release) as host:
         host.submit(make_job(primary, LOAD, [0]))
@@ -295,7 +295,7 @@ def test_every_job_is_reported_once_whatever_the_medium_does(seed: int) -> None:
         },
         gets={Fault.TEMPORARY: 0.2, Fault.PERMANENT: 0.1, Fault.BIT_FLIP: 0.2, Fault.SWAP: 0.2},
     )
-    primary, store = Primary(64, seed=seed), FaultyStore(seed, plan)
+    primary, store = Primary(64, seed=seed), ChaosLayer(DictStore(), seed=seed, plan=plan)
     blocks = [primary.block(row) for row in range(32)]
     with running_host(store, primary, threads=4, attempts=2, failures=1000) as host:
         for job_id in range(40):
@@ -371,7 +371,7 @@ def test_an_overdue_job_ends_although_every_thread_hangs() -> None:
 
 
 def test_other_threads_go_on_while_some_hang_beyond_their_deadline() -> None:
-    clock, primary, store = FakeClock(), Primary(4), FaultyStore()
+    clock, primary, store = FakeClock(), Primary(4), ChaosLayer(DictStore())
     store.inject(Fault.HANG, gets=2)
     with running_host(store, primary, threads=2, clock=clock, release=store.release) as host:
         host.submit(make_job(primary, LOAD, [0, 1], deadline=clock() + 5))
@@ -400,7 +400,7 @@ def test_a_job_under_way_is_not_reported_at_its_deadline_but_at_its_end() -> Non
 
 
 def test_temporary_errors_are_retried_inside_the_job() -> None:
-    primary, store = Primary(4), FaultyStore()
+    primary, store = Primary(4), ChaosLayer(DictStore())
     store.inject(Fault.TEMPORARY, puts=6)
     with running_host(store, primary, threads=1, attempts=3) as host:
         host.submit(make_job(primary, STORE, range(4)))
@@ -409,7 +409,7 @@ def test_temporary_errors_are_retried_inside_the_job() -> None:
 
 
 def test_the_breaker_opens_fails_everything_at_once_and_closes_after_a_probe() -> None:
-    clock, primary, store = FakeClock(), Primary(4), FaultyStore()
+    clock, primary, store = FakeClock(), Primary(4), ChaosLayer(DictStore())
     store.inject(Fault.PERMANENT, puts=3)
     with running_host(store, primary, threads=1, clock=clock, failures=3) as host:
         for job_id in range(3):
@@ -535,7 +535,7 @@ def test_closing_ends_every_thread_and_fails_what_was_not_begun() -> None:
 
 
 def test_closing_says_false_while_a_thread_hangs_and_true_once_it_is_released() -> None:
-    primary, store, clock = Primary(2), FaultyStore(), FakeClock()
+    primary, store, clock = Primary(2), ChaosLayer(DictStore()), FakeClock()
     store.inject(Fault.HANG, gets=1)
     with running_host(store, primary, clock=clock, release=store.release) as host:
         host.submit(make_job(primary, LOAD, [0]))
@@ -562,7 +562,7 @@ def test_closing_waits_for_background_tasks_which_can_see_it_coming() -> None:
 
 
 def test_a_retry_does_not_keep_a_tier_from_closing() -> None:
-    primary, store, clock = Primary(1), FaultyStore(), FakeClock()
+    primary, store, clock = Primary(1), ChaosLayer(DictStore()), FakeClock()
     waits = threading.Event()
     with running_host(store, primary, clock=clock, attempts=4) as host:
         retry = host.store

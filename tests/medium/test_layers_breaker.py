@@ -17,9 +17,9 @@ from tiering.errors import (
 from tiering.medium.block_store import BlockIO, Done, Outcome, Place, StoreProbe
 from tiering.medium.layers.breaker import LOG_PERIOD, Breaker, BreakerLayer, Breakers, BreakerState
 from tiering.secondary.options import BreakerOptions
-from tiering.testing.chaos import Fault
+from tiering.testing.chaos import ChaosLayer, Fault
 from tiering.testing.clock import FakeClock
-from tiering.testing.faults import DictStore, FaultyStore
+from tiering.testing.faults import DictStore
 
 OPTIONS = BreakerOptions(failures=3, probe_after=1.0, probe_max=5.0)
 
@@ -140,7 +140,7 @@ def test_one_bad_place_never_opens_it_and_as_many_different_ones_do() -> None:
 
 def test_bad_places_with_successes_between_them_never_open_it() -> None:
     breakers = new_breakers()
-    store = FaultyStore()
+    store = ChaosLayer(DictStore())
     layer = BreakerLayer(store, breakers)
     for _ in range(20):
         store.inject(Fault.DEVICE, gets=2)
@@ -150,7 +150,7 @@ def test_bad_places_with_successes_between_them_never_open_it() -> None:
 
 
 def test_reads_and_writes_have_health_of_their_own() -> None:
-    breakers, store = new_breakers(), FaultyStore()
+    breakers, store = new_breakers(), ChaosLayer(DictStore())
     layer = BreakerLayer(store, breakers)
     store.inject(Fault.PERMANENT, puts=3)
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_only_failures_of_the_medium_open_it(outcome: Outcome, state: BreakerSta
 
 
 def test_a_batch_with_one_answer_is_a_success() -> None:
-    breakers, store = new_breakers(), FaultyStore()
+    breakers, store = new_breakers(), ChaosLayer(DictStore())
     layer = BreakerLayer(store, breakers)
     for _ in range(5):
         store.inject(Fault.PERMANENT, puts=3)

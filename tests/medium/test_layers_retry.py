@@ -13,9 +13,9 @@ from tiering.medium.block_store import BlockIO, Done, Outcome
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.attempts import RetryLayer
 from tiering.secondary.options import RetryOptions
-from tiering.testing.chaos import Fault
+from tiering.testing.chaos import ChaosLayer, Fault
 from tiering.testing.clock import FakeClock
-from tiering.testing.faults import DictStore, FaultyStore
+from tiering.testing.faults import DictStore
 
 
 class Scripted(DictStore):
@@ -34,7 +34,7 @@ class Scripted(DictStore):
 
 
 def retrying(
-    store: DictStore | FaultyStore,
+    store: DictStore | ChaosLayer,
     clock: FakeClock,
     attempts: int = 4,
     stats: IoStats | None = None,
@@ -63,7 +63,7 @@ def test_permanent_errors_are_not_tried_again(error: PermanentStoreError) -> Non
 
 
 def test_attempts_are_counted_from_the_first() -> None:
-    store = FaultyStore()
+    store = ChaosLayer(DictStore())
     store.inject(Fault.TEMPORARY, puts=10)
     stats = IoStats()
     layer = retrying(store, FakeClock(), attempts=3, stats=stats)
@@ -74,7 +74,7 @@ def test_attempts_are_counted_from_the_first() -> None:
 
 def test_waits_double_up_to_the_longest_with_jitter_below_half() -> None:
     clock = FakeClock()
-    store = FaultyStore()
+    store = ChaosLayer(DictStore())
     store.inject(Fault.TEMPORARY, puts=10)
     retrying(store, clock, attempts=6, backoff=0.1, backoff_max=0.5).put(make_blocks(1))
     assert len(clock.slept) == 5
@@ -85,7 +85,7 @@ def test_waits_double_up_to_the_longest_with_jitter_below_half() -> None:
 
 def test_no_wait_begins_that_would_end_after_the_deadline() -> None:
     clock = FakeClock()
-    store = FaultyStore()
+    store = ChaosLayer(DictStore())
     store.inject(Fault.TEMPORARY, puts=10)
     deadline = clock() + 0.35
     outcomes = retrying(store, clock, attempts=10, backoff=0.1).put(make_blocks(1, deadline=deadline))
@@ -105,7 +105,7 @@ def test_each_block_has_its_own_deadline() -> None:
 
 def test_nothing_is_sent_again_once_the_tier_stops() -> None:
     clock = FakeClock()
-    store = FaultyStore()
+    store = ChaosLayer(DictStore())
     store.inject(Fault.TEMPORARY, puts=10)
     stopped: list[bool] = []
     layer = RetryLayer(

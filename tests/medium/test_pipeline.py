@@ -19,9 +19,9 @@ from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
-from tiering.testing.chaos import Fault
+from tiering.testing.chaos import ChaosLayer, Fault
 from tiering.testing.clock import FakeClock
-from tiering.testing.faults import DictStore, FaultyStore, VariableDictStore
+from tiering.testing.faults import DictStore
 from tiering.testing.keys import key_of
 
 
@@ -63,7 +63,9 @@ def load_refusals(
     ]
 
 
-@pytest.mark.parametrize("medium", [DictStore(), VariableDictStore(), DictStore(header_bytes=PAGE, alignment=PAGE)])
+@pytest.mark.parametrize(
+    "medium", [DictStore(), DictStore(variable_size=True), DictStore(header_bytes=PAGE, alignment=PAGE)]
+)
 @pytest.mark.parametrize("size", [1, 100, PAGE, PAGE + 1, 3 * PAGE])
 def test_blocks_come_back_as_they_were(medium: DictStore, size: int) -> None:
     primary = Primary(8, size)
@@ -120,7 +122,7 @@ def test_absent_blocks_are_absent() -> None:
 def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(
     data: st.DataObject, variable: bool, compress: bool
 ) -> None:
-    store = VariableDictStore() if variable else DictStore()
+    store = DictStore(variable_size=variable)
     primary = Primary(2, 300)
     primary.rows[1] //= 64
     pipeline = pipeline_of(store, primary, compress=variable and compress, element_size=1)
@@ -142,7 +144,7 @@ def test_whatever_bit_is_flipped_no_wrong_block_is_handed_out(
 
 @given(keep=st.integers(0, 427), variable=st.booleans())
 def test_a_truncated_frame_is_never_handed_out(keep: int, variable: bool) -> None:
-    store = VariableDictStore() if variable else DictStore()
+    store = DictStore(variable_size=variable)
     primary = Primary(1, 300)
     pipeline = pipeline_of(store, primary)
     store_all(pipeline, primary, 1)
@@ -193,7 +195,7 @@ def test_a_store_that_reads_nothing_and_says_done_is_found_out() -> None:
 @pytest.mark.parametrize("when", ["puts", "gets"])
 @pytest.mark.parametrize("seed", range(4))
 def test_silent_faults_of_a_medium_are_refused(fault: Fault, when: str, seed: int) -> None:
-    primary, store = Primary(3), FaultyStore(seed)
+    primary, store = Primary(3), ChaosLayer(DictStore(), seed=seed)
     pipeline = pipeline_of(store, primary)
     store_all(pipeline, primary, 3)
     store.inject(fault, **{when: 1})
@@ -217,7 +219,7 @@ def test_refused_blocks_are_logged_once_and_not_one_by_one(caplog: pytest.LogCap
 
 
 def test_compressible_blocks_are_stored_smaller_and_come_back() -> None:
-    primary, store = Primary(4, 1 << 16), VariableDictStore()
+    primary, store = Primary(4, 1 << 16), DictStore(variable_size=True)
     numbers = np.random.default_rng(0).normal(size=(3, 1 << 15)).astype(np.float32)
     primary.rows[:3] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     blocks = [primary.block(row) for row in range(4)]
@@ -234,7 +236,7 @@ def test_compressible_blocks_are_stored_smaller_and_come_back() -> None:
 
 
 def test_compression_of_more_than_the_scratch_memory_goes_in_batches() -> None:
-    primary, store = Primary(5, 3 << 20), VariableDictStore()
+    primary, store = Primary(5, 3 << 20), DictStore(variable_size=True)
     primary.rows[:] //= 16
     blocks = [primary.block(row) for row in range(5)]
     store_all(pipeline_of(store, primary, compress=True), primary, 5)
@@ -289,7 +291,7 @@ def test_an_overdue_job_is_not_framed_and_not_attempted() -> None:
 
 
 def test_an_outcome_keeps_no_view_of_the_primary_buffer_alive() -> None:
-    primary, store = Primary(1), FaultyStore()
+    primary, store = Primary(1), ChaosLayer(DictStore())
     pipeline = pipeline_of(store, primary)
     store.inject(Fault.PERMANENT, puts=1)
     outcomes = pipeline.run(make_job(primary, STORE, [0]), [0])

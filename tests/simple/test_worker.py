@@ -16,7 +16,7 @@ from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.worker import SimpleCPUOffloadWorker
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 BLOCKS = 8
 GROUPS = (KVCacheGroup(("a", "b"), 4), KVCacheGroup(("c",), 4, 8, "sliding_window"))

@@ -14,7 +14,7 @@ from tests.tiers.local.rig import LocalRig
 from tests.tiers.object.rigs import make_rig
 from tiering.api import namespace
 from tiering.medium import frame
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import TierRig
 
 K = [key_of(number) for number in range(30)]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 SHM = Path("/dev/shm")
 GRACE_SECONDS = 20.0

@@ -27,7 +27,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.geometry import read_geometry
 from tiering.spec import TieringOffloadingSpec
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 BLOCK, BLOCKS, TOKENS = 64, 40, 200
 HELD = TOKENS // BLOCK * BLOCK

@@ -8,7 +8,7 @@ from tests.deploy.observed import needs
 from tests.deploy.prometheus import empty, expressions, prometheus
 from tests.vllm.rig import BLOCK_BYTES, prompt
 from tests.vllm.server import serve
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 PROMPTS = [prompt(seed) for seed in range(6)]
 """More than the GPU's blocks and the CPU tier hold."""

@@ -1,17 +1,15 @@
-"""Stores for tests: one in a dictionary, the same with faults, and damage to a store's files."""
+"""A store in a dictionary for tests, and damage to a store's files."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from tiering.errors import PermanentStoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
-from tiering.testing.chaos import ChaosLayer, ChaosPlan
 
 
 class DictStore(BlockStore):
@@ -22,12 +20,11 @@ class DictStore(BlockStore):
     Args:
         header_bytes: bytes of a header; default: 128.
         alignment: required alignment of buffers, in bytes; default: 1.
+        variable_size: True for a store that takes blocks of any length, as object stores do; default: False.
     """
 
-    _variable_size: ClassVar[bool] = False
-
-    def __init__(self, *, header_bytes: int = 128, alignment: int = 1) -> None:
-        self._traits = StoreTraits("MEMORY", header_bytes, alignment, self._variable_size, batches=True)
+    def __init__(self, *, header_bytes: int = 128, alignment: int = 1, variable_size: bool = False) -> None:
+        self._traits = StoreTraits("MEMORY", header_bytes, alignment, variable_size, batches=True)
         self.frames: dict[Place, bytearray] = {}
         """Header and payload of each block, by place."""
         self.documents: dict[str, bytes] = {}
@@ -102,35 +99,6 @@ class DictStore(BlockStore):
                 raise PermanentStoreError(
                     f"a buffer of {len(view)} bytes at {address:#x}, not aligned to {self.traits.alignment}"
                 )
-
-
-class VariableDictStore(DictStore):
-    """A :class:`DictStore` that takes blocks of any length, as object stores do."""
-
-    _variable_size: ClassVar[bool] = True
-
-
-class FaultyStore(ChaosLayer):
-    """A :class:`DictStore` with faults.
-
-    Args:
-        seed: seed of the random faults; default: 0.
-        plan: the faults and their probabilities; default: none.
-        sleep: called for delays; default: a real sleep.
-        medium_store: the store underneath; default: a new one.
-    """
-
-    def __init__(
-        self,
-        seed: int = 0,
-        plan: ChaosPlan | None = None,
-        *,
-        sleep: Callable[[float], object] | None = None,
-        medium_store: DictStore | None = None,
-    ) -> None:
-        self.medium_store = DictStore() if medium_store is None else medium_store
-        """The store underneath, without faults."""
-        super().__init__(self.medium_store, seed=seed, plan=plan, sleep=sleep)
 
 
 def flip_bit(path: Path, bit: int) -> None:

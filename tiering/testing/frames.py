@@ -13,20 +13,8 @@ from xxhash import xxh3_128_digest
 
 from tiering.errors import CorruptBlockError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.medium.frame import HEADER_BYTES, MAGIC, SEQUENCE, encode_header, verify, verify_raw
+from tiering.medium.frame import HEADER_BYTES, SEQUENCE, encode_header, verify, verify_raw
 from tiering.testing.keys import key_of
-
-__all__ = [
-    "FINGERPRINT",
-    "MAGIC",
-    "aligned",
-    "block_to_get",
-    "block_to_put",
-    "frame_bytes",
-    "is_verified",
-    "key_of",
-    "random_bytes",
-]
 
 FINGERPRINT = bytes(range(16))
 """Fingerprint of the namespace of these blocks."""

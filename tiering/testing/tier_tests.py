@@ -15,7 +15,7 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
 
 K = [key_of(number) for number in range(32)]

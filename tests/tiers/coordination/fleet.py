@@ -9,8 +9,8 @@ from typing import Self
 from examples.valkey_server import ValkeyServer
 from tests.fake_s3 import BEGINNING, FakeS3
 from tests.tiers.object.rigs import make_rig
+from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
-from tiering.testing.until import until
 from tiers.object.identity import Identity, parse
 from tiers.object.names import IDENTITY
 

@@ -18,9 +18,8 @@ from tiering import load_stack, open_manager
 from tiering.index import coordinated
 from tiering.index.coordination import Claim
 from tiering.index.places import place_prefix
-from tiering.testing.clock import FakeClock
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_tests import K
-from tiering.testing.until import until
 from tiers.coordination import coordination, directory, scope
 from tiers.coordination.directory import Directory, digests_of
 from tiers.object.bucket_options import S3Options

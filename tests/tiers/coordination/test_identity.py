@@ -17,9 +17,8 @@ from tests.fake_s3 import BEGINNING, FakeHandler, FakeS3, Trouble, serving
 from tests.tiers.coordination.fleet import Fleet, find, medium_of, ready
 from tests.tiers.object.rigs import lines
 from tiering.errors import TemporaryStoreError
-from tiering.testing.clock import FakeClock
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_tests import K
-from tiering.testing.until import until
 from tiers.coordination import coordination
 from tiers.coordination.probes import MACHINES
 from tiers.object import identity

@@ -6,7 +6,7 @@ import pytest
 
 from tests.thread_limit import ThreadLimit
 from tests.tiers.coordination.fleet import Fleet, ready
-from tiering.testing.until import until
+from tiering.testing.clock import until
 
 
 def test_threads_that_could_not_be_started_are_started_later(

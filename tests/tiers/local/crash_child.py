@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.tiers.local.rig import LocalRig
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 
 CAPACITY = "3MiB"
 BATCH = 4

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tests.tiers.local.rig import LocalRig, opened, segment_files
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import inspections
 
 K = [key_of(number) for number in range(512)]

@@ -14,7 +14,7 @@ from tests.tiers.local.rig import LocalRig, opened
 from tiering.api.keys import OffloadKey
 from tiering.errors import TemporaryStoreError
 from tiering.testing.device import BadSectorDevice, FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import LocalStore, bad_slots
 from tiers.local.bad_slots import decode, encode
 from tiers.local.layout import PAGE

@@ -17,7 +17,7 @@ from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import LocalStore, SegmentGeometry, inspections, new_segments, read_checkpoint
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiers.local.rig import SLOT_BYTES, LocalRig, opened
 from tiering.medium.files import Files
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import checkpoints
 from tiers.local import feed as feed_module
 from tiers.local import recovery as recovery_module

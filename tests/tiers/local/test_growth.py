@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened, segment_files
 from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import new_segments
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig, make_options, opened
 from tiering.errors import ConfigError, PermanentStoreError
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import LOCAL_TIER, tier_directory
 from tiers.local.lock import LOCK_NAME, DirectoryLock
 

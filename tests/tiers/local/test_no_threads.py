@@ -13,7 +13,7 @@ import pytest
 
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
 
@@ -73,7 +73,7 @@ _CHILD = """
 import os, resource, sys
 from pathlib import Path
 from tests.tiers.local.rig import LocalRig
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 import logging, concurrent.futures, tiering.block_tier.service
 print("ready", flush=True)
 hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]

@@ -10,7 +10,7 @@ import pytest
 from tests.tiers.local.rig import LocalRig
 from tiering.api.keys import OffloadKey
 from tiering.testing.device import UnsyncedDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 
 
 def _life(path: Path, seed: int, durability: str, known: list[OffloadKey], first: int) -> tuple[list[OffloadKey], int]:

@@ -21,7 +21,7 @@ from tiering.index.slots import SlotIndex
 from tiering.medium.files import Files
 from tiering.medium.frame import HEADER_BYTES, SEQUENCE, FrameHeader, encode_header, parse_header
 from tiering.testing.faults import flip_bit, overwrite
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import REQUEST
 from tiers.local import checkpoints as checkpoints_module
 from tiers.local import tier as tier_module

@@ -14,7 +14,7 @@ import pytest
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import inspections
 
 K = [key_of(number) for number in range(32)]

@@ -17,7 +17,7 @@ from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.api.keys import OffloadKey
 from tiering.medium.files import Files
 from tiering.testing.device import FaultyDevice, UnsyncedDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS
 
 OLD = [key_of(number) for number in range(40)]

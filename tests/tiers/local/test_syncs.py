@@ -14,7 +14,8 @@ from tests.tiers.local.rig import BLOCK_BYTES, opened
 from tiering.errors import DeviceError, OutOfSpaceError
 from tiering.medium.block_store import Done, Outcome
 from tiering.testing.device import BadSectorDevice
-from tiering.testing.frames import block_to_put, key_of
+from tiering.testing.frames import block_to_put
+from tiering.testing.keys import key_of
 from tiers.local import LocalStore, SegmentGeometry, bad_slots
 from tiers.local import segments as segments_module
 from tiers.local.layout import PAGE

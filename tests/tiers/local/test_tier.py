@@ -20,7 +20,7 @@ from tiering.medium.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import SettableClock
 from tiering.testing.device import FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import make_namespace
 from tiers.local import LOCAL_TIER, LocalTier, growth, new_segments
 from tiers.local.layout import used_bytes

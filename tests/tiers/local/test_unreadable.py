@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.testing.device import FaultyDevice
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME

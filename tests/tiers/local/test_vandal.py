@@ -13,7 +13,7 @@ from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
 from tiering.index.slots import SlotIndex
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiers.local import new_segments
 
 KEYS = [key_of(number) for number in range(240)]

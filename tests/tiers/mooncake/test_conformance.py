@@ -14,7 +14,7 @@ from tiering.api.keys import OffloadKey
 from tiering.index.shared import object_name
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
-from tiering.testing.frames import key_of
+from tiering.testing.keys import key_of
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K, TierTests

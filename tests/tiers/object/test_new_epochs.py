@@ -17,9 +17,9 @@ from tiering.api.keys import OffloadKey
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.waiting import wait_until_idle
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiering.testing.until import until
 from tiers.memory import MEMORY_TIER, MemoryOptions
 from tiers.object.store import ObjectStore
 
