@@ -18,7 +18,7 @@ import yaml
 from tests.cli.runner import ROOT, command, kv_tiering, process
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.tiers.local.rig import LocalRig, opened
-from tiering.admin import collection
+from tiering.admin import tier_admin
 from tiering.admin.records import StoredBlock
 from tiering.errors import TemporaryStoreError
 from tiering.medium.files import Files
@@ -167,7 +167,7 @@ def test_what_a_removal_that_failed_has_removed_is_reported(
     as_json: bool, pool: tuple[FakeS3, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake, stack = pool
-    monkeypatch.setattr(collection, "BATCH", 1)
+    monkeypatch.setattr(tier_admin, "BATCH", 1)
     remove, calls = ObjectAdmin.remove, 0
 
     async def fail_once(self: ObjectAdmin, blocks: Sequence[StoredBlock]) -> None:

@@ -1,4 +1,4 @@
-"""Administration of tiers for the command line: its contract, collection, namespaces, verification.
+"""Administration of tiers for the command line: its contract, collections, namespaces.
 
 Commands and the tiers' administrations import it: an engine runs none of it.
 """

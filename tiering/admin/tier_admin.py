@@ -3,18 +3,28 @@
 A tier's definition names a class of this kind (:attr:`tiering.block_tier.definition.TierDefinition.admin`). Every
 method has a default, so that a tier overrides only what its medium can do. Methods that move or list blocks are
 asynchronous, because the command line keeps many of them running. No method needs an engine or a model.
+
+Blocks pass through a collection in a stream: the memory that it takes does not depend on their number.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
-from tiering.admin import collection
+from tiering.admin.ages import Ages
 from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock, UnsupportedError
 from tiering.secondary.options import TierOptions
+
+BATCH = 1000
+"""Blocks that are removed by one call."""
+
+REMOVALS = 4
+"""Batches that are removed at the same time."""
 
 
 class TierAdmin:
@@ -198,13 +208,39 @@ class TierAdmin:
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         """Remove the blocks that ``limits`` name. Blocks that were removed before an error stay removed.
 
-        The default lists all blocks and removes those that go.
+        The default lists all blocks and removes those that go. An epoch counts as abandoned if neither an epoch
+        document nor a lease younger than ``limits.grace`` names it. A bound on the total takes a second listing, and
+        chooses by the time of writing (:mod:`tiering.admin.ages`). Blocks that were written since the first listing
+        stay.
 
         Args:
             limits: blocks that go.
             dry_run: count only, remove nothing.
+
+        Raises:
+            StoreError: the blocks cannot be listed or removed, or another collection runs.
         """
-        return await collection.collect(self, limits, dry_run=dry_run)
+        async with contextlib.nullcontext() if dry_run else self.exclusively():
+            now, kept = self.clock(), Ages()
+            used = await self.used_epochs() if limits.abandoned else set[str]()
+
+            def goes(block: StoredBlock) -> bool:
+                age = now - block.modified
+                abandoned = limits.abandoned and block.fingerprint != "" and block.fingerprint not in used
+                return (abandoned and age > limits.grace) or (limits.older_than is not None and age > limits.older_than)
+
+            first = await self._remove_where(goes, kept, dry_run=dry_run)
+            if limits.max_total is None or kept.total <= limits.max_total:
+                return first
+            cut = kept.cut(limits.max_total)
+            second = await self._remove_where(
+                lambda block: not goes(block) and cut.takes(block.modified, block.nbytes), Ages(), dry_run=dry_run
+            )
+            return replace(
+                first,
+                removed_blocks=first.removed_blocks + second.removed_blocks,
+                removed_bytes=first.removed_bytes + second.removed_bytes,
+            )
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
         """Remove all blocks of a namespace. The default lists all blocks and removes those of the namespace.
@@ -212,8 +248,24 @@ class TierAdmin:
         Args:
             namespace: base of the namespace as 32 hex digits.
             dry_run: count only, remove nothing.
+
+        Raises:
+            StoreError: the blocks cannot be listed or removed; blocks removed before the error stay removed.
         """
-        return await collection.clear(self, namespace, dry_run=dry_run)
+        return await self._remove_where(lambda block: block.namespace == namespace, Ages(), dry_run=dry_run)
+
+    async def _remove_where(self, goes: Callable[[StoredBlock], bool], kept: Ages, *, dry_run: bool) -> Collected:
+        """List all blocks, remove those for which ``goes`` returns True, and add the others to ``kept``."""
+        listed = listed_bytes = 0
+        async with _Remover(self, dry_run=dry_run) as remover:
+            async for block in self.blocks():
+                listed += 1
+                listed_bytes += block.nbytes
+                if goes(block):
+                    await remover.remove(block)
+                else:
+                    kept.add(block.modified, block.nbytes)
+        return Collected(listed, listed_bytes, remover.removed, remover.removed_bytes)
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
         """Begin a new common epoch of a namespace, and return a sentence about when engines follow.
@@ -251,3 +303,52 @@ class TierAdmin:
         Raises:
             StoreError: the medium does not answer at the end.
         """
+
+
+class _Remover:
+    """Counts removed blocks, and removes them in batches while the listing goes on."""
+
+    def __init__(self, admin: TierAdmin, *, dry_run: bool) -> None:
+        self._admin = admin
+        self._dry_run = dry_run
+        self._batch: list[StoredBlock] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.removed = self.removed_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                await self._flush()
+                while self._tasks:
+                    await self._end_one()
+        finally:
+            # Cancelled tasks would not stop the threads that remove, and the blocks that these remove must count.
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def remove(self, block: StoredBlock) -> None:
+        self.removed += 1
+        self.removed_bytes += block.nbytes
+        if not self._dry_run:
+            self._batch.append(block)
+            if len(self._batch) == BATCH:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            self._tasks.add(asyncio.create_task(self._remove(batch)))
+            if len(self._tasks) == REMOVALS:
+                await self._end_one()
+
+    async def _remove(self, batch: list[StoredBlock]) -> None:
+        await self._admin.remove(batch)
+        self._admin.removed_blocks += len(batch)
+        self._admin.removed_bytes += sum(block.nbytes for block in batch)
+
+    async def _end_one(self) -> None:
+        done, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()

@@ -20,10 +20,9 @@ from tiering.api.keys import OffloadKey
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
 from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
-from tiering.medium.codec import BlockCodec
-from tiering.medium.frame import HEADER_BYTES, Codec, verify, verify_raw
 from tiering.medium.messages import IoTask
 from tiering.medium.side import IoSide
+from tiering.medium.verification import FrameVerifier
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob
 
@@ -171,23 +170,13 @@ def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict 
 
 def is_sound(found: RawBlock, block: Refused, header_bytes: int) -> bool:
     """Return True if ``found`` is the block of the key, or if this process cannot decode it."""
-    payload = memoryview(bytearray(block.size))
-    stored = memoryview(found.content)[header_bytes:]
+    content = memoryview(found.content)
     try:
-        header = verify(
-            memoryview(found.content)[:HEADER_BYTES],
-            key=block.key,
-            fingerprint=block.fingerprint,
-            raw_length=block.size,
+        header = FrameVerifier().verify(
+            content, content[header_bytes:], fingerprint=block.fingerprint.hex(), key=block.key
         )
-        if len(stored) != header.stored_length:
-            return False
-        payload[: len(stored)] = stored
-        if header.codec != Codec.RAW:
-            BlockCodec(element_size=2).decode(header.codec, payload, header.stored_length, block.key)
-        verify_raw(header, payload, block.key)
     except StoreError:
         return False
     except ConfigError:
         return True
-    return True
+    return header.raw_length == block.size and header_bytes + header.stored_length == len(content)

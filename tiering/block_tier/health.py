@@ -22,11 +22,11 @@ from xxhash import xxh3_128_digest
 from tiering.errors import ConfigError, CorruptBlockError, DeviceError, StoreError, TemporaryStoreError
 from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.medium.codec import BlockCodec
-from tiering.medium.frame import Codec, CorruptReason, encode_header, parse_header, verify_raw
+from tiering.medium.frame import encode_header
 from tiering.medium.layers.breaker import Breaker, BreakerState, is_medium_failure
 from tiering.medium.messages import IoTask
 from tiering.medium.side import IoSide
+from tiering.medium.verification import FrameVerifier
 
 HEALTH_DOCUMENT = "health"
 """Name of the document that probes write and read; on a shared medium, the prefix of the names."""
@@ -223,22 +223,15 @@ def _is_sound(block: BlockIO) -> bool:
 
     On a medium with names, it must also be the block of this name. A slot may hold a later block than was expected.
     """
-    header = parse_header(block.header)
-    if isinstance(header, CorruptReason) or (isinstance(block.place, str) and not header.names(block.key)):
-        return False
-    if not header.stored_length <= len(block.payload) or block.filled not in {-1, header.stored_length}:
-        return False
-    payload = memoryview(bytearray(max(header.raw_length, header.stored_length)))
-    payload[: header.stored_length] = block.payload[: header.stored_length]
     try:
-        if header.codec != Codec.RAW:
-            BlockCodec(element_size=2).decode(header.codec, payload, header.stored_length, block.key)
-        verify_raw(header, payload[: header.raw_length], block.key)
+        header = FrameVerifier().verify(
+            block.header, block.payload, key=block.key if isinstance(block.place, str) else None
+        )
     except ConfigError:
         return True  # this process cannot decode it
     except StoreError:
         return False
-    return True
+    return block.filled in {-1, header.stored_length}
 
 
 def _own_document() -> str:

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from tiering.admin.records import Finding, Severity
 from tiering.admin.tier_admin import TierAdmin
-from tiering.admin.verification import FrameVerifier
 from tiering.api.masking import mask_text
 from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
@@ -33,6 +32,7 @@ from tiering.cli.parameters import (
 from tiering.cli.tiers import conflicts_with_earlier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.medium.frame import FrameError
+from tiering.medium.verification import FrameVerifier
 from tiering.secondary.options import TierOptions
 
 ROUND_TRIP_BLOCKS = 4
@@ -229,7 +229,7 @@ async def _read_some(admin: TierAdmin) -> list[Finding]:
                 continue
             read += 1
             try:
-                verifier.verify(frame, admin.header_bytes, fingerprint=block.fingerprint)
+                verifier.verify(frame, frame[admin.header_bytes :], fingerprint=block.fingerprint)
             except FrameError:
                 again = await admin.read(block)
                 damaged += again is not None and bytes(again[:128]) == bytes(frame[:128])

@@ -14,11 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tiering.admin.records import StoredBlock
 from tiering.admin.tier_admin import TierAdmin
-from tiering.admin.verification import FrameVerifier
 from tiering.cli.contents import TierContent
 from tiering.cli.output import stderr
 from tiering.errors import ConfigError
 from tiering.medium.frame import HEADER_BYTES, FrameError
+from tiering.medium.verification import FrameVerifier
 from tiering.runtime.json_text import parse_json
 
 _AHEAD = 4
@@ -229,12 +229,8 @@ class _Verifier:
 
     def _fault(self, verifier: FrameVerifier, block: StoredBlock, frame: memoryview) -> str:
         try:
-            verifier.verify(
-                frame,
-                self._admin.header_bytes,
-                fingerprint=block.fingerprint,
-                key=self._admin.expected_key(block),
-            )
+            payload, key = frame[self._admin.header_bytes :], self._admin.expected_key(block)
+            verifier.verify(frame, payload, fingerprint=block.fingerprint, key=key)
         except FrameError as error:
             return str(error)
         return ""

@@ -1,4 +1,4 @@
-"""Verification of stored blocks without an engine: every checksum, after decoding."""
+"""Verification of stored blocks outside of loads: every checksum, after decoding."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class FrameVerifier:
         self._codec: BlockCodec | None = None
 
     def verify(
-        self, frame: memoryview, header_bytes: int, *, fingerprint: str = "", key: bytes | None = None
+        self, header: memoryview, stored: memoryview, *, fingerprint: str = "", key: bytes | None = None
     ) -> FrameHeader:
         """Return the header of a block after its checksums, lengths and owner were verified.
 
         Args:
-            frame: stored bytes: header and payload, possibly followed by padding.
-            header_bytes: bytes from the start of the frame to its payload.
+            header: stored bytes that begin with the header.
+            stored: the payload as stored, possibly followed by padding.
             fingerprint: expected fingerprint in hexadecimal; default: any.
             key: expected key; default: any.
 
@@ -38,19 +38,19 @@ class FrameVerifier:
             FrameError: the block is damaged, or another one.
             ConfigError: the block is compressed, and the package for that is not installed.
         """
-        header = parse_header(frame[:HEADER_BYTES])
-        if isinstance(header, CorruptReason):
-            raise FrameError(header)
-        name = header.key or header.key_digest
-        if fingerprint and header.fingerprint.hex() != fingerprint:
+        found = parse_header(header[:HEADER_BYTES])
+        if isinstance(found, CorruptReason):
+            raise FrameError(found)
+        name = found.key or found.key_digest
+        if fingerprint and found.fingerprint.hex() != fingerprint:
             raise FrameError(CorruptReason.NAMESPACE, name)
-        if key is not None and not header.names(key):
+        if key is not None and not found.names(key):
             raise FrameError(CorruptReason.KEY, name)
-        payload = frame[header_bytes : header_bytes + header.stored_length]
-        if len(payload) != header.stored_length or header.raw_length > MAX_BLOCK_BYTES:
+        payload = stored[: found.stored_length]
+        if len(payload) != found.stored_length or found.raw_length > MAX_BLOCK_BYTES:
             raise FrameError(CorruptReason.LENGTH, name)
-        verify_raw(header, self._decoded(header, payload, name), name)
-        return header
+        verify_raw(found, self._decoded(found, payload, name), name)
+        return found
 
     def _decoded(self, header: FrameHeader, payload: memoryview, name: bytes) -> memoryview:
         if header.codec == Codec.RAW:
