@@ -41,11 +41,11 @@ from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device_speed import device_speed
 from tiers.local.direct import probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import DIRECTORY_MODE, PAGE, REPLICA_PREFIX, tier_directory
+from tiers.local.layout import DIRECTORY_MODE, PAGE, tier_directory
 from tiers.local.local_options import LocalOptions
-from tiers.local.lock import DirectoryLock, owner_of
+from tiers.local.lock import DirectoryLock, contains, owner_of
 from tiers.local.probes import nearest_existing, probe_directory
-from tiers.local.segments import is_segment, segment_shape
+from tiers.local.segments import parse_segment
 
 SCRATCH = ".kv-tiering-scratch-"
 """Begins the names of scratch directories. A later command removes those of commands that were killed."""
@@ -108,13 +108,12 @@ class LocalAdmin(TierAdmin):
         try:
             # A bind mount has the same inode under another path, which is not resolved.
             same = one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
-            outer, inner = sorted((one.resolve(), two.resolve()), key=lambda path: len(path.parts))
+            nested = contains(one.resolve(), two.resolve())
         except (OSError, RuntimeError):
             return ""  # the check of the tier itself finds the reason
         if same:
             return f"{one} is the same directory as {two} of the tier {other.name}: an engine runs without this tier"
-        below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
-        if below and not below[0].startswith(REPLICA_PREFIX):
+        if nested:
             return (
                 f"one of {one} and {two} of the tier {other.name} contains the other: an engine runs without this tier"
             )
@@ -212,10 +211,10 @@ class LocalAdmin(TierAdmin):
         import aiofiles  # not needed to list the blocks
 
         name, _, slot = block.place.partition(":")
-        shape = segment_shape(name)
+        shape = parse_segment(name)
         if shape is None:
             return None
-        slot_bytes, _ = shape
+        slot_bytes = shape[0]
         data = memoryview(bytearray(block.nbytes))
         try:
             async with aiofiles.open(self.directory / name, "rb", buffering=0) as file:
@@ -253,10 +252,10 @@ class LocalAdmin(TierAdmin):
         found: list[_Segment] = []
         with store_errors(f"cannot list {self.directory}"), os.scandir(self.directory) as entries:
             for entry in entries:
-                shape = segment_shape(entry.name)
+                shape = parse_segment(entry.name)
                 if shape is not None and entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
-                    found.append(_Segment(Path(entry.path), *shape, status.st_mtime, status.st_blocks * 512))
+                    found.append(_Segment(Path(entry.path), *shape[:2], status.st_mtime, status.st_blocks * 512))
         return sorted(found, key=lambda segment: segment.path.name)
 
     def _scan(self, segment: _Segment) -> list[StoredBlock]:
@@ -388,8 +387,7 @@ class LocalAdmin(TierAdmin):
                 # It names blocks that go. Without it, the next start reads all headers.
                 self._files.unlink(self.directory / CHECKPOINT_NAME)
             for segment, blocks in gone:
-                if is_segment(segment.path.name):
-                    self._files.unlink(segment.path)
-                    self.removed_blocks += len(blocks)
-                    self.removed_bytes += segment.nbytes
+                self._files.unlink(segment.path)
+                self.removed_blocks += len(blocks)
+                self.removed_bytes += segment.nbytes
             self._files.sync_directory(self.directory)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.local.layout import FRESH, PAGE, entries_of, used_bytes
-from tiers.local.segments import Segments, is_segment
+from tiers.local.segments import Segments, parse_segment
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -58,7 +58,7 @@ class Room:
         mine = {self._geometry.segment_name(number) for number in self._segments.existing()}
         found: list[tuple[float, Path]] = []
         for entry in entries_of(self._directory):
-            if is_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False):
+            if parse_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
         return [path for _, path in sorted(found)]

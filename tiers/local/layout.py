@@ -76,17 +76,15 @@ def mount_point(directory: Path) -> Path:
 
 
 def used_bytes(root: Path) -> int:
-    """Return the bytes on disk of everything in ``root``, without other replicas' subdirectories.
-
-    Directories that this user may not read (``lost+found`` of a file system's root) do not count.
-    """
+    """Return the bytes on disk of everything in ``root``; see :func:`used_bytes_of_few`."""
     return used_bytes_of_few(root, sys.maxsize) or 0
 
 
 def used_bytes_of_few(root: Path, most: int) -> int | None:
-    """Return the same as :func:`used_bytes`, or None if there are more than ``most`` files.
+    """Return the bytes on disk of everything in ``root``, or None if there are more than ``most`` files.
 
-    A look at each of very many files takes seconds.
+    A look at each of very many files takes seconds. Other replicas' subdirectories do not count, nor do directories
+    that this user may not read (``lost+found`` of a file system's root).
     """
     total = files = 0
     pending = [str(root)]

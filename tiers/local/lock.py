@@ -178,11 +178,9 @@ class DirectoryLock:
         """
         with _guard:
             for other in list(_held):
-                outer, inner = sorted((real, other._real), key=lambda path: len(path.parts))
-                below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
-                if below and not below[0].startswith(REPLICA_PREFIX):
+                if contains(real, other._real):
                     raise PermanentStoreError(
-                        f"{self._directory} is {real}; two tiers of this process use {outer} and {inner}, and one "
+                        f"{self._directory} is {real}; two tiers of this process use {real} and {other._real}, and one "
                         "contains the other; give each tier a path of its own, and mind symbolic links"
                     )
             self._real = real
@@ -227,6 +225,13 @@ def _is_held_elsewhere(error: OSError) -> bool:
     An error in opening a file names the file; a refused lock does not.
     """
     return error.errno in {errno.EWOULDBLOCK, errno.EACCES} and error.filename is None
+
+
+def contains(one: Path, two: Path) -> bool:
+    """Return True if one of two directories is below the other, and is not a replica's subdirectory there."""
+    outer, inner = sorted((one, two), key=lambda path: len(path.parts))
+    below = inner.relative_to(outer).parts if inner.is_relative_to(outer) else ()
+    return bool(below) and not below[0].startswith(REPLICA_PREFIX)
 
 
 def _is_linked(fd: int, path: Path) -> bool:

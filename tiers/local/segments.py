@@ -133,26 +133,19 @@ class SegmentGeometry:
 
     def segment_number(self, name: str) -> int | None:
         """Return the number of the segment file ``name``; None if the name is not one of this shape."""
-        match = _SEGMENT.fullmatch(name)
-        if match is None:
-            return None
-        number = int(match[3])
-        return number if name == self.segment_name(number) else None
+        slot_bytes, slots, number = parse_segment(name) or (0, 0, 0)
+        return number if (slot_bytes, slots) == (self.slot_bytes, self.slots_per_segment) else None
 
 
-def is_segment(name: str) -> bool:
-    """Return True if ``name`` is the exact name of a segment of any shape.
+def parse_segment(name: str) -> tuple[int, int, int] | None:
+    """Return slot bytes, slots and number of the segment file ``name`` of any shape; None for other names.
 
     A copy with another ending or other digits is not a segment.
     """
     match = _SEGMENT.fullmatch(name)
-    return match is not None and f"{int(match[3]):06d}" == match[3]
-
-
-def segment_shape(name: str) -> tuple[int, int] | None:
-    """Return (slot bytes, slots) of the segment file ``name``; None if the name is not that of a segment."""
-    match = _SEGMENT.fullmatch(name) if is_segment(name) else None
-    return None if match is None else (int(match[1]), int(match[2]))
+    if match is None or f"{int(match[3]):06d}" != match[3]:
+        return None
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 @dataclass(frozen=True, slots=True)

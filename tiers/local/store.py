@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from tiers.local.marks import WrittenMarks
 from tiers.local.new_segments import NewSegments, SegmentPace
 from tiers.local.recovery import Remembered, remember
 from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Read, SegmentGeometry, Segments
-from tiers.local.surroundings import Surroundings
 from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
@@ -52,7 +52,6 @@ class LocalStore(BatchStore):
         capacity: bytes of everything in the directory.
         durable: a put ends when the block would survive a loss of power, not only the death of the process; default:
             False.
-        direct: use O_DIRECT if the file system takes it; default: True.
         files: other file operations, for tests; default: the operating system's.
     """
 
@@ -65,7 +64,6 @@ class LocalStore(BatchStore):
         capacity: int,
         *,
         durable: bool = False,
-        direct: bool = True,
         files: Files | None = None,
     ) -> None:
         self.directory = directory
@@ -81,12 +79,12 @@ class LocalStore(BatchStore):
         """The document of bad slots as it was at :meth:`open`; None if there was none."""
         self._blocks_per_write = BUFFERS_PER_CALL // 2
         self._blocks_per_read = min(READ_CALL // geometry.slot_bytes or self._blocks_per_write, self._blocks_per_write)
-        self._try_direct = direct
         self._mount: Path | None = None
         """Mount point of the disk. While it is not mounted, the directory is not created on the disk below."""
         self._lock = DirectoryLock(directory)
         self._documents = Documents(directory, self.files, self._lock)
-        self._surroundings = Surroundings(directory, capacity, self.files)
+        self._warned: set[str] = set()
+        """Conditions of the directory that were logged and still last."""
         self._stopping = False
         self._first_pace = SegmentPace.of_first()
         self._segments: Segments | None = None
@@ -127,7 +125,7 @@ class LocalStore(BatchStore):
             self._documents.make()
         self._lock.acquire()
         try:
-            self._surroundings.warn(read_only=self._lock.read_only)
+            self._warn(read_only=self._lock.read_only)
             self._open_segments()
             self._mount = mount_point(self.directory)
             self._documents.opened()
@@ -139,13 +137,37 @@ class LocalStore(BatchStore):
             self.close()
             raise
 
+    def _warn(self, *, read_only: bool) -> None:
+        """Log the conditions of the directory that its operator can correct, each when it begins.
+
+        Raises:
+            OSError: the directory cannot be looked at.
+        """
+        size, mode = self.files.size_of_disk(self.directory), stat.S_IMODE(self.directory.stat().st_mode)
+        conditions: dict[str, tuple[bool, tuple[int, ...]]] = {
+            "%s: the capacity of %d bytes is above the %d bytes of its file system: "
+            "the disk will be full before eviction begins; lower the capacity, or use a larger disk": (
+                size < self.capacity,
+                (self.capacity, size),
+            ),
+            "%s: the file system is read-only; its blocks are served, and none are stored": (read_only, ()),
+            "%s may be written by other users (mode %03o); they could remove or replace blocks: chmod go-w": (
+                mode & (stat.S_IWGRP | stat.S_IWOTH) != 0,
+                (mode,),
+            ),
+        }
+        for text, (holds, details) in conditions.items():
+            if holds and text not in self._warned:
+                logger.warning(text, self.directory, *details)
+        self._warned = {text for text, (holds, _) in conditions.items() if holds}
+
     def _open_segments(self) -> None:
         read_only = self._lock.read_only
         segments = Segments(self.directory, self.geometry, self.files, read_only=read_only)
         adopted = segments.adopt()
         example = self.directory / self.geometry.segment_name(adopted[0]) if adopted else None
-        segments.direct = self._try_direct and probe_direct(self.files, self.directory, example, read_only=read_only)
-        if self._try_direct and not segments.direct:
+        segments.direct = probe_direct(self.files, self.directory, example, read_only=read_only)
+        if not segments.direct:
             logger.warning(
                 "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU",
                 self.directory,

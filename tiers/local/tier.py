@@ -22,7 +22,6 @@ from tiering.tier import (
     Chore,
     Done,
     Files,
-    IoSide,
     Namespace,
     Outcome,
     Place,
@@ -59,7 +58,6 @@ class LocalTier(BlockTier):
         context: the framework's context of the tier.
         options: the tier's options.
         files: other file operations, for tests; default: the operating system's.
-        io: another I/O side, for tests; default: one of its own.
 
     Raises:
         ConfigError: ``options`` do not fit the model's blocks.
@@ -69,9 +67,7 @@ class LocalTier(BlockTier):
     index: SlotIndex
     options: LocalOptions
 
-    def __init__(
-        self, context: TierContext, options: LocalOptions, *, files: Files | None = None, io: IoSide | None = None
-    ) -> None:
+    def __init__(self, context: TierContext, options: LocalOptions, *, files: Files | None = None) -> None:
         try:
             geometry = SegmentGeometry.plan(options.capacity, max(context.group_bytes), options.segment_size)
         except ConfigError as error:
@@ -89,7 +85,7 @@ class LocalTier(BlockTier):
             high_watermark=options.high_watermark,
             low_watermark=options.low_watermark,
         )
-        super().__init__(context, options, store, index, io=io)
+        super().__init__(context, options, store, index)
         self._stop = threading.Event()
         self._closing_down = False
         parts = LocalParts(context.name, store, index, self.io, context.clock, self._stop)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tiering.medium.files import Files
-from tiers.local.surroundings import Surroundings
+from tiers.local.segments import SegmentGeometry
+from tiers.local.store import LocalStore
 
 
 class Disk(Files):
@@ -22,11 +23,11 @@ class Disk(Files):
 def test_each_condition_is_told_when_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     tmp_path.chmod(0o700)
-    surroundings = Surroundings(tmp_path, 200, disk)
+    store = LocalStore(tmp_path, SegmentGeometry(8192, 4, 1), 200, files=disk)
 
     def told(*, read_only: bool = False) -> list[str]:
         caplog.clear()
-        surroundings.warn(read_only=read_only)
+        store._warn(read_only=read_only)
         return [record.getMessage().removeprefix(f"{tmp_path}")[:25] for record in caplog.records]
 
     small, fixed, open_to_all = ": the capacity of 200 byte", ": the file system is read-", " may be written by other "
