@@ -20,6 +20,7 @@ from tiering.medium.block_store import Done, Outcome
 from tiering.medium.layers.breaker import BreakerOpenError
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BreakerOptions
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.clock import FakeClock
 
 NAMESPACE = make_namespace()
@@ -293,7 +294,8 @@ def job(job_id: int, outcomes: list[Outcome], *, load: bool = True) -> TransferJ
 
 
 def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    log = FailureLog("disk", FakeClock())
+    stats = TierStats()
+    log = FailureLog("disk", stats, FakeClock())
     outcomes: list[Outcome] = [
         Done.DONE,
         CorruptBlockError("torn"),
@@ -301,21 +303,22 @@ def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptu
         TemporaryStoreError("x"),
     ]
     log.note(job(41, outcomes))
-    assert (log.corrupt_blocks, log.device_errors) == (1, 1)
+    assert (stats.corrupt_blocks, stats.device_errors) == (1, 1)
     (line,) = caplog.messages
     assert line == "tier disk: 2 block(s) were not loaded, the last one (of job 41) because: x"
 
 
 def test_failures_that_others_log_are_counted_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    log = FailureLog("disk", FakeClock())
+    stats = TierStats()
+    log = FailureLog("disk", stats, FakeClock())
     log.note(job(1, [CorruptBlockError("torn"), OverdueError("late"), BreakerOpenError("open"), Done.ABSENT]))
-    assert log.corrupt_blocks == 1
+    assert stats.corrupt_blocks == 1
     assert caplog.messages == []
 
 
 def test_one_line_in_a_while_stands_for_all_failures_since(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    log = FailureLog("disk", clock)
+    log = FailureLog("disk", TierStats(), clock)
     for number in range(3):
         log.note(job(number, [TemporaryStoreError(f"failure {number}")], load=False))
     assert len(caplog.messages) == 1

@@ -24,7 +24,7 @@ K = keys_of(*range(8))
 
 def rig_of(*tiers: FakeTier, **options: float) -> ManagerRig:
     """Return a manager that has ended a step."""
-    rig = ManagerRig(8, tiers, **options)  # type: ignore[arg-type]
+    rig = ManagerRig(8, tiers, **options)
     rig.step()
     return rig
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from tiering.api.keys import OffloadKey
+from tiering.block_tier.parts import TierParts
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
-from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
 from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
 from tiering.medium.verification import FrameVerifier
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob
@@ -67,26 +66,17 @@ class CorruptBlocks:
     """Refused blocks of one tier on a shared medium; owned by the scheduler's thread.
 
     Args:
-        name: name of the tier.
-        index: index of the medium, which remembers the blocks to leave alone.
-        io: I/O side that reads the blocks again.
-        header_bytes: bytes of a frame's header on the medium.
-        clock: function that returns monotonic seconds.
+        parts: parts of the tier, whose index remembers the blocks to leave alone.
     """
 
-    def __init__(self, name: str, index: TierIndex, io: IoSide, header_bytes: int, clock: Callable[[], float]) -> None:
-        self._name = name
-        self._index = index
-        self._io = io
-        self._header_bytes = header_bytes
-        self._clock = clock
+    def __init__(self, parts: TierParts) -> None:
+        self._name, self._index, self._io, self._stats = parts.context.name, parts.index, parts.io, parts.stats
+        self._header_bytes, self._clock = parts.store.traits.header_bytes, parts.context.clock
         self._spent: deque[float] = deque()
-        self._since = clock()
+        self._since = self._clock()
         self._read = 0
         self._corrupt = 0
-        self._lines = RateLimit(_LOG_PERIOD, clock)
-        self.deleted = 0
-        """Number of corrupt blocks that were deleted."""
+        self._lines = RateLimit(_LOG_PERIOD, self._clock)
 
     def ended(self, job: TransferJob) -> None:
         """Record a load that has ended."""
@@ -138,7 +128,7 @@ class CorruptBlocks:
     def _ended(self, block: Refused, verdict: Verdict | Settlement | None, error: BaseException | None) -> None:
         if verdict in {Verdict.GONE, Settlement.DELETED, Settlement.RENEWED}:
             self._index.pardon(block.key)
-        self.deleted += verdict is Settlement.DELETED
+        self._stats.blocks_deleted += verdict is Settlement.DELETED
         if count := self._lines.admit():
             logger.warning(
                 "tier %s: %d corrupt block(s) were read again; the last, %s: %s",

@@ -9,6 +9,7 @@ from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreEr
 from tiering.medium.layers.breaker import BreakerOpenError
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob
+from tiering.secondary.tier_stats import TierStats
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -21,21 +22,18 @@ class FailureLog:
     The I/O side itself logs corrupt blocks, and the breaker logs outages.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, stats: TierStats, clock: Callable[[], float]) -> None:
         self._name = name
+        self._stats = stats
         self._lines = RateLimit(_LOG_PERIOD, clock)
-        self.corrupt_blocks = 0
-        """Number of blocks that were refused because they differed from the stored ones."""
-        self.device_errors = 0
-        """Number of blocks that could not be moved because the device reported an error at their place."""
 
     def note(self, job: TransferJob) -> None:
         """Record that ``job`` has ended, and not all of its blocks were moved."""
         errors = [outcome for outcome in job.outcomes if isinstance(outcome, StoreError)]
         if not errors:
             return
-        self.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
-        self.device_errors += sum(isinstance(error, DeviceError) for error in errors)
+        self._stats.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
+        self._stats.device_errors += sum(isinstance(error, DeviceError) for error in errors)
         others = [
             error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
         ]

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from operator import itemgetter
 from typing import Literal, Self
 
 import numpy as np
@@ -49,8 +48,6 @@ OFFER_AGAIN_AFTER = 60.0
 
 MAX_REMEMBERED = 1 << 16
 """Maximum number of offered blocks that are remembered; the oldest is dropped."""
-
-_LAST_BYTE = itemgetter(-1)
 
 
 class Admission(ABC):
@@ -241,12 +238,11 @@ class AdmitFillsApart(Admission):
     Args:
         stores: policy for all other stores; default: all are admitted.
         never: True if blocks from slower tiers are never admitted; default False.
-        slots: number of declined blocks that are remembered.
     """
 
-    def __init__(self, stores: Admission | None = None, *, never: bool = False, slots: int = GHOST_SLOTS) -> None:
+    def __init__(self, stores: Admission | None = None, *, never: bool = False) -> None:
         self._stores = AdmitAll() if stores is None else stores
-        self._fills = AdmitSecondTouch(slots)
+        self._fills = AdmitSecondTouch()
         self._never = never
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
@@ -305,24 +301,6 @@ def make_admission(
     return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
-class BlockSizes:
-    """Raw bytes of the blocks of each KV-cache group.
-
-    Args:
-        group_bytes: bytes of one block of each KV-cache group.
-    """
-
-    def __init__(self, group_bytes: tuple[int, ...]) -> None:
-        self._group_bytes = group_bytes
-
-    def of(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Return the raw bytes of each block."""
-        if len(self._group_bytes) == 1:
-            return list(self._group_bytes) * len(keys)
-        # The last byte of a key is its group: an engine has a few, never more than 256.
-        return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
-
-
 class Offers:
     """Chooses the blocks to offer to one tier again. Times are monotonic seconds.
 
@@ -376,12 +354,10 @@ class Offers:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Admission, sizes and offers of one tier, which a reset empties together."""
+    """Admission and offers of one tier, which a reset empties together."""
 
     admission: Admission
     """Admission policy."""
-    sizes: BlockSizes
-    """Raw bytes of blocks."""
     offers: Offers
     """Blocks to offer again."""
 
@@ -389,18 +365,16 @@ class Intake:
     def build(
         cls,
         admission: Literal["all", "second_touch", "none"],
-        group_bytes: tuple[int, ...],
         fill: Literal["all", "second_touch", "none"] = "all",
     ) -> Self:
         """Return the intake of a tier.
 
         Args:
             admission: name of the admission policy.
-            group_bytes: bytes of one block of each KV-cache group.
             fill: name of the admission policy for blocks from slower tiers; default "all".
         """
         policy = make_admission(admission, fill)
-        return cls(policy, BlockSizes(group_bytes), Offers(policy))
+        return cls(policy, Offers(policy))
 
     def clear(self) -> None:
         """Drop all blocks, for a reset."""

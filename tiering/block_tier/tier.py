@@ -111,7 +111,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         """Index of the blocks on the medium."""
         self._announces = io is None
         """True if the I/O side announces all that it ends; another I/O side promises nothing."""
-        self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size, clock=context.clock)
+        self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size)
         """I/O side of the tier."""
         self.stats = TierStats()
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
@@ -133,7 +133,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
         self._ask = partial(index.ask, self.io.store.probe)
-        self._intake = Intake.build(options.admission, context.group_bytes, options.fill_policy)
+        self._intake = Intake.build(options.admission, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = BlockTransfers(parts, self)
@@ -354,10 +354,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             written_seconds=io.written_seconds,
             retries=io.retries,
             requests=io.requests,
-            corrupt_blocks=self._jobs.failures.corrupt_blocks,
-            device_errors=self._jobs.failures.device_errors,
             lookups_late=self.index.late_lookups,
-            blocks_deleted=self._jobs.blocks_deleted,
             blocks=self.index.blocks,
             occupancy_bytes=self.index.blocks * (max(self.context.group_bytes) + self.store.traits.header_bytes),
             capacity_bytes=self.options.capacity_bytes or 0,

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from itertools import compress
-from operator import not_
+from operator import itemgetter, not_
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
@@ -26,6 +26,8 @@ from tiering.secondary.contract import JobResult, TransferJob
 
 logger = logging.getLogger("kv_tiering.tier")
 
+_LAST_BYTE = itemgetter(-1)
+
 
 class BlockTransfers:
     """Submits the jobs of one tier to its I/O side, and processes their results.
@@ -40,8 +42,7 @@ class BlockTransfers:
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self.overdue = OverdueLoads(int(num_rows * parts.options.primary_share))
         """Loads past their deadline."""
-        self.failures = FailureLog(context.name, context.clock)
-        """Counters of failed blocks."""
+        self._failures = FailureLog(context.name, parts.stats, context.clock)
         self._name = context.name
         self._clock = context.clock
         self._load_deadline, self._store_deadline = parts.options.longest_load, parts.options.deadline
@@ -49,15 +50,14 @@ class BlockTransfers:
             LoadPace(parts.options.longest_load, lambda: parts.io.load_depth, context.clock) if index.shared else None
         )
         self._admission = parts.intake.admission
-        self._sizes = parts.intake.sizes.of
-        largest = max(context.group_bytes)
+        self._group_bytes, largest = context.group_bytes, max(context.group_bytes)
         self._credit = StoreCredit(lambda: parts.io.busy_bytes // largest, num_rows, context.clock)
         self._index = index
         self._io = parts.io
         self._events = parts.events
         self._stats = parts.stats
         self._hooks = hooks
-        self._corrupt = CorruptBlocks(context.name, index, parts.io, parts.store.traits.header_bytes, context.clock)
+        self._corrupt = CorruptBlocks(parts)
         self._undecided: dict[int, tuple[TransferJob, Callable[[float], Sequence[bool] | None]]] = {}
         """Stores whose plan is undecided, in their order, each with the function that decides."""
         self._not_begun = (math.inf, "")
@@ -122,6 +122,13 @@ class BlockTransfers:
             self._submit(job)
         else:
             self._undecided[job.job_id] = job, decision
+
+    def _sizes(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the raw bytes of each block."""
+        if len(self._group_bytes) == 1:
+            return list(self._group_bytes) * len(keys)
+        # The last byte of a key is its group: an engine has a few, never more than 256.
+        return list(map(self._group_bytes.__getitem__, map(_LAST_BYTE, keys)))
 
     def _give_back(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         """Give back the places of blocks that are not written."""
@@ -203,16 +210,6 @@ class BlockTransfers:
     def running(self) -> int:
         """Number of jobs on the I/O side."""
         return len(self._running)
-
-    @property
-    def blocks_deleted(self) -> int:
-        """Number of corrupt blocks that were deleted from a shared medium."""
-        return self._corrupt.deleted
-
-    @property
-    def unreported(self) -> bool:
-        """True if there are jobs that :meth:`take_finished` has not returned."""
-        return bool(self._running or self._finished or self._undecided)
 
     @property
     def calm(self) -> bool:
@@ -310,7 +307,7 @@ class BlockTransfers:
         else:
             self._end_store(job, arrived, keys, now)
         if current and failed:
-            self.failures.note(job)
+            self._failures.note(job)
         self._finish(job, [*job.held, *keys] if current and job.held else keys)
 
     def _end_store(self, job: TransferJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float) -> None:

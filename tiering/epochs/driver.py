@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from tiering.api.namespace import Namespace
 from tiering.epochs import machine
@@ -23,18 +22,6 @@ SURE_SECONDS = 60.0
 
 ``kv-tiering epoch new`` watches over its document for as long on a medium that may lose all documents.
 """
-
-
-class EpochDocuments(Protocol):
-    """The part of a :class:`~tiering.medium.block_store.BlockStore` that epochs need."""
-
-    def read_document(self, name: str) -> bytes | None: ...
-
-    def create_document(self, name: str, data: bytes) -> bytes | None: ...
-
-    def list_documents(self, prefix: str) -> Iterable[str]: ...
-
-    def prove_damage(self, name: str, content: bytes) -> None: ...
 
 
 def drive(order: WalkOrder, do: Callable[[Walk, Action], machine.Result]) -> Walk:
@@ -53,7 +40,7 @@ def drive(order: WalkOrder, do: Callable[[Walk, Action], machine.Result]) -> Wal
     return walk
 
 
-def request(store: EpochDocuments, namespace: Namespace, action: Action) -> machine.Result:
+def request(store: BlockStore, namespace: Namespace, action: Action) -> machine.Result:
     """Do ``action`` on a shared medium, and return its result."""
     name, document = epoch_document(namespace, action.number), action.document
     if action.do is Do.LIST:
@@ -79,7 +66,7 @@ def parsed(stored: bytes | None, namespace: Namespace, revision: str | None = No
 
 
 def find_common(
-    store: EpochDocuments, namespace: Namespace, *, known: CommonEpoch | None = None, proof: bool = True
+    store: BlockStore, namespace: Namespace, *, known: CommonEpoch | None = None, proof: bool = True
 ) -> CommonEpoch:
     """Return the common epoch of ``namespace``; ``known`` and ``proof`` are those of a :class:`WalkOrder`.
 
@@ -91,7 +78,7 @@ def find_common(
 
 
 def ensure_common(
-    store: EpochDocuments, namespace: Namespace, invalidations: Sequence[bytes], *, proof: bool = True
+    store: BlockStore, namespace: Namespace, invalidations: Sequence[bytes], *, proof: bool = True
 ) -> CommonEpoch:
     """Return a common epoch whose blocks are all younger than ``invalidations``; begin one if need be.
 
@@ -104,7 +91,7 @@ def ensure_common(
     return CommonEpoch(drive(order, lambda walk, action: request(store, namespace, action)).documents)
 
 
-def begin_common(store: EpochDocuments, namespace: Namespace, invalidation: bytes | None = None) -> CommonEpoch:
+def begin_common(store: BlockStore, namespace: Namespace, invalidation: bytes | None = None) -> CommonEpoch:
     """Begin a new common epoch: every older block is foreign to all processes once they notice.
 
     Running processes notice within a minute, and carry the invalidation over to the other shared media that they use.
@@ -122,7 +109,7 @@ def begin_common(store: EpochDocuments, namespace: Namespace, invalidation: byte
     return ensure_common(store, namespace, (invalidation or new_invalidation(),), proof=False)
 
 
-def _last_number(store: EpochDocuments, namespace: Namespace) -> int:
+def _last_number(store: BlockStore, namespace: Namespace) -> int:
     """Return the highest number of an epoch document that the medium lists; -1 if it lists none."""
     first = epoch_document(namespace)
     tails = [name.removeprefix(first) for name in store.list_documents(first)]

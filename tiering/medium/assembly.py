@@ -21,7 +21,6 @@ def build_io_host(
     context: TierContext,
     *,
     element_size: int = 2,
-    clock: Callable[[], float] | None = None,
     sleep: Callable[[float], object] | None = None,
 ) -> IoHost:
     """Build the I/O side of one tier around ``store``, without opening or starting anything.
@@ -34,14 +33,12 @@ def build_io_host(
         options: options of the tier.
         context: environment of the tier.
         element_size: bytes of one KV element, by which compression splits; default 2.
-        clock: function that returns monotonic seconds; default: the context's.
         sleep: function that waits for some seconds; default: a wait that ends early when the host is closed.
 
     Raises:
         ConfigError: the store or the installation does not support the compression.
     """
-    clock = context.clock if clock is None else clock
-    stopping = threading.Event()
+    clock, stopping = context.clock, threading.Event()
     stats = IoStats()
     breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
     metered = MeterLayer(store, stats, clock=clock)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 
@@ -16,30 +16,16 @@ from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
 
 
-class ManagerOptions(TypedDict, total=False):
-    """Options of :class:`~tiering.TieringOffloadingManager` that tests choose."""
-
-    promotion_share: float
-    reservation_deadline: float
-    reset_deadline: float
-    shutdown_deadline: float
-    keep_secondary: bool
-    one_thread: bool
-    exclusive: bool
-
-
 class ManagerRig:
     """A manager, its primary tier, its secondary tiers, and a first request "r1".
 
     Args:
         rows: number of primary rows, 16 bytes each; default 8.
         tiers: the secondary tiers, fastest first; default: none.
-        options: options of the manager.
+        options: options of the manager, as :class:`~tiering.TieringOffloadingManager` takes them.
     """
 
-    def __init__(
-        self, rows: int = 8, tiers: Sequence[SecondaryTierManager] = (), **options: Unpack[ManagerOptions]
-    ) -> None:
+    def __init__(self, rows: int = 8, tiers: Sequence[SecondaryTierManager] = (), **options: Any) -> None:
         self.clock = FakeClock()
         """The manager's clock."""
         self.buffer = np.zeros((rows, 16), np.uint8)

@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
 
@@ -27,7 +27,7 @@ from tiering.tier import Finding, Severity
 from tiers.object.names import IDENTITY
 
 if TYPE_CHECKING:
-    from tiers.object.store import DocumentVersion
+    from tiers.object.store import ObjectStore
 
 logger = logging.getLogger("kv_tiering.object")
 
@@ -46,14 +46,6 @@ _MAGIC = b"KVBUCKET"
 _VERSION = 1
 _DIGEST_BYTES = 16
 _ID_BYTES = 16
-
-
-class IdentityStore(Protocol):
-    """The part of :class:`tiers.object.store.ObjectStore` that identifiers need."""
-
-    def read_version(self, name: str) -> DocumentVersion | None: ...
-
-    def create_document(self, name: str, data: bytes) -> bytes | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ def parse(data: bytes) -> bytes | None:
     return bytes(number) if valid else None
 
 
-def find_identity(store: IdentityStore, create: Callable[[str], bool]) -> Identity | None:
+def find_identity(store: ObjectStore, create: Callable[[str], bool]) -> Identity | None:
     """Return the identifier of a bucket; None if it has none.
 
     Args:
@@ -119,7 +111,7 @@ def find_identity(store: IdentityStore, create: Callable[[str], bool]) -> Identi
     )
 
 
-def probe_identity(store: IdentityStore) -> tuple[Finding, bytes]:
+def probe_identity(store: ObjectStore) -> tuple[Finding, bytes]:
     """Return a finding about the identifier of a bucket, and the identifier; empty if there is none.
 
     Raises:
@@ -137,7 +129,7 @@ def probe_identity(store: IdentityStore) -> tuple[Finding, bytes]:
     return Finding(Severity.OK, SUBJECT, text, _COMPARE), found.medium
 
 
-def _read(store: IdentityStore, name: str, damaged: int) -> Identity | bytes | None:
+def _read(store: ObjectStore, name: str, damaged: int) -> Identity | bytes | None:
     """Return an identifier, the document's bytes if two reads find it damaged, or None if there is none."""
     content = b""
     for _ in range(2):
@@ -159,7 +151,7 @@ class BucketIdentity:
         clock: function that returns monotonic seconds.
     """
 
-    def __init__(self, store: IdentityStore, *, writes: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: ObjectStore, *, writes: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._writes = writes
         self._clock = clock
