@@ -217,7 +217,7 @@ def _store_one_block(manager: Any, *workers: OffloadingWorker) -> np.ndarray[Any
     manager.on_new_request(ctx)
     output = manager.prepare_store([make_offload_key(b"h" * 32, 0)], ctx)
     spec = (GPULoadStoreSpec([3], [1], [0]), output.store_spec)
-    assert all(worker.transfer_async(0, spec) for worker in workers)
+    assert not any(worker.transfer_all_async([(0, spec)]) for worker in workers)
     assert all(
         until(lambda: [result.success for result in worker.get_finished()] == [True])  # noqa: B023
         for worker in workers

@@ -324,9 +324,9 @@ def test_make_handlers_serves_a_worker_both_ways() -> None:
     worker = OffloadingWorker()
     for source, destination, handler in make_handlers(cache, rows.data, layout):
         worker.register_handler(source, destination, handler)
-    assert worker.transfer_async(1, store_spec([3], [2]))
+    assert worker.transfer_all_async([(1, store_spec([3], [2]))]) == []
     worker.wait([1])
-    assert worker.transfer_async(2, load_spec([4], [2]))
+    assert worker.transfer_all_async([(2, load_spec([4], [2]))]) == []
     worker.wait([2])
     assert {result.job_id: result.success for result in worker.get_finished()} == {1: True, 2: True}
     assert kv.gpu_block(cache, 0, 4) == kv.gpu_block(cache, 0, 3)

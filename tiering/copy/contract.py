@@ -81,12 +81,6 @@ class OffloadingWorker:
         """Use ``handler`` for transfers from ``src_cls`` to ``dst_cls``."""
         self.handlers[src_cls, dst_cls] = handler
 
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer. False if it has no handler, or its handler could not start it."""
-        source, destination = spec
-        handler = self.handlers.get((type(source), type(destination)))
-        return handler is not None and handler.transfer_async(job_id, spec)
-
     def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
         """Start several transfers, those of one handler together.
 

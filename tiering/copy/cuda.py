@@ -25,12 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from tiering.api.engine import CanonicalKVCaches
-from tiering.api.transfer import TransferSpec
 from tiering.copy.batch import BatchCopy, BatchCopyError
-from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.copy.contract import TransferResult
 from tiering.copy.cudart import EventLike, StreamLike
-from tiering.copy.host import Direction, blocks_per_group, check_rows, split_spec
-from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.copy.host import Direction, PlannedHandler, blocks_per_group, check_rows
+from tiering.copy.layout import GroupPages, RowLayout
 from tiering.copy.pages import DeviceGroup, PageKernel, pieces_of
 from tiering.copy.pinning import PinnedRows
 from tiering.copy.submission import Order, chunks_of, may_run_together
@@ -65,7 +64,7 @@ class _Running:
     """The job's part of the time until then: jobs of one submission share this time by their bytes."""
 
 
-class CudaCopyHandler(OffloadingHandler):
+class CudaCopyHandler(PlannedHandler):
     """Copies in one direction between a CUDA KV cache and pinned rows."""
 
     def __init__(
@@ -94,13 +93,12 @@ class CudaCopyHandler(OffloadingHandler):
             ConfigError: the rows are too small for ``layout``, or the device memory does not suffice.
         """
         check_rows(rows.bytes.view(rows.num_rows, rows.stride).numpy(), layout)
+        super().__init__(layout, direction, blocks_per_group(kv_caches), rows.num_rows)
+        self._open = False  # until the pins are held
         self._api = rows.api
-        self._layout = layout
-        self._direction = direction
         self._rows = rows
         self._kernel = kernel
         self._batch = batch
-        self._num_blocks = blocks_per_group(kv_caches)
         self._device: torch.device = kv_caches.tensors[0].tensor.device
         self._groups = [DeviceGroup.of(kv_caches, layout, group) for group in range(len(layout.page_bytes))]
         self._capacity = [self._blocks_in_half(size, staging_bytes // 2) for size in layout.gpu_block_bytes]
@@ -136,22 +134,15 @@ class CudaCopyHandler(OffloadingHandler):
 
     # ------------------------------------------------------------------------------------------------------- submission
 
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return not self.transfer_all_async([(job_id, spec)])
-
-    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
-        refused = []
-        orders: list[Order] = []
-        for job_id, spec in jobs:
-            order = self._order(job_id, spec, {order.job_id for order in orders})
-            if order is None:
-                refused.append(job_id)
-            elif self._direction is Direction.STORE and not self._layout.writes:
-                self._instant.append(TransferResult(job_id, True, transfer_type=self._direction.transfer_type))
-            else:
-                orders.append(order)
+    def _start_all(self, orders: list[Order]) -> list[int]:
+        if self._direction is Direction.STORE and not self._layout.writes:
+            self._instant += [
+                TransferResult(order.job_id, True, transfer_type=Direction.STORE.value) for order in orders
+            ]
+            return []
         if not orders:
-            return refused
+            return []
+        refused: list[int] = []
         together = (
             [orders]
             if may_run_together(orders, store=self._direction is Direction.STORE)
@@ -159,15 +150,15 @@ class CudaCopyHandler(OffloadingHandler):
         )
         for part in together:
             try:
-                self._submit_or_stage(part)
+                self._submit_or_retry(part)
             except RuntimeError as error:
                 logger.error("copy jobs %s failed: %s", [order.job_id for order in part], error, exc_info=error)
                 self._settle()  # the submitted part must not touch a row that is given to another block
                 refused += [order.job_id for order in part]
         return refused
 
-    def _submit_or_stage(self, orders: list[Order]) -> None:
-        """Submit the orders; if the driver refuses a batched copy, use staging from now on."""
+    def _submit_or_retry(self, orders: list[Order]) -> None:
+        """Submit the orders; if the driver refuses a batched copy, queue single copies from now on."""
         try:
             self._submit(orders)
         except BatchCopyError as error:
@@ -176,28 +167,10 @@ class CudaCopyHandler(OffloadingHandler):
             self._batch = None
             self._submit(orders)
 
-    def _order(self, job_id: int, spec: TransferSpec, others: set[int]) -> Order | None:
-        """Return the checked transfer, or None if it cannot be started."""
-        problem = "" if self._open else "shut down"
-        if job_id in self._running or job_id in others:
-            problem = "it is running already"
-        try:
-            if problem:
-                raise TransferError(problem)
-            gpu, cpu = split_spec(spec, self._direction)
-            store = self._direction is Direction.STORE
-            plan = plan_pages(
-                self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=self._rows.num_rows, store=store
-            )
-        except TransferError as error:
-            logger.error("copy job %d could not be started: %s", job_id, error)
-            return None
-        return Order(job_id, plan, sum(len(p.gpu) * self._layout.gpu_block_bytes[p.group] for p in plan))
-
     def _submit(self, orders: list[Order]) -> None:
         self._rows.agree(self._device)
         compute = self._api.current_stream(self._device)
-        chunks = chunks_of(orders, self._capacity)
+        chunks = chunks_of(orders, self._capacity.__getitem__)
         begin = self._api.Event(enable_timing=True)
         with self._api.stream(self._kernels):
             ids = self._upload([chunk.pages.gpu for chunk in chunks])
@@ -298,10 +271,10 @@ class CudaCopyHandler(OffloadingHandler):
                 if not job.mark.end.query():
                     break  # a job that was submitted later ends later
                 seconds = job.begin.elapsed_time(job.mark.moved) / 1000.0 * job.share
-                results.append(TransferResult(job_id, True, job.size, seconds, self._direction.transfer_type))
+                results.append(TransferResult(job_id, True, job.size, seconds, self._direction.value))
             except RuntimeError as error:
                 logger.error("copy job %d failed: %s", job_id, error, exc_info=error)
-                results.append(TransferResult(job_id, False, transfer_type=self._direction.transfer_type))
+                results.append(self._failed(job_id))
             del self._running[job_id]
         return results
 

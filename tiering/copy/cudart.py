@@ -52,6 +52,11 @@ def torch_cuda() -> CudaApi:
     return cast("CudaApi", torch.cuda)
 
 
+def device_properties(device: torch.device) -> Any:
+    """Return the properties of a GPU."""
+    return torch.cuda.get_device_properties(device)
+
+
 class HostRegistration:
     """The runtime's calls that register host memory, on one device.
 

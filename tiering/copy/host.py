@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,9 +24,9 @@ from numpy.typing import NDArray
 
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy.contract import OffloadingHandler, TransferResult, TransferType
+from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
-from tiering.copy.submission import Order
+from tiering.copy.submission import Order, chunks_of
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
@@ -40,29 +42,10 @@ Pages = NDArray[np.void]
 
 
 class Direction(Enum):
-    """The direction in which a handler copies."""
+    """The direction in which a handler copies; the values are the names in results."""
 
     STORE = ("gpu", "cpu")
     LOAD = ("cpu", "gpu")
-
-    @property
-    def transfer_type(self) -> TransferType:
-        """The direction as results name it."""
-        return self.value
-
-
-def split_spec(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    """Return the accelerator's and the rows' side of ``spec``.
-
-    Raises:
-        TransferError: ``spec`` goes in another direction.
-    """
-    gpu, cpu = spec if direction is Direction.STORE else (spec[1], spec[0])
-    if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
-        raise TransferError(
-            f"a {direction.name.lower()} handler cannot transfer {type(spec[0]).__name__} to {type(spec[1]).__name__}"
-        )
-    return gpu, cpu
 
 
 def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
@@ -80,6 +63,62 @@ def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
             f"the primary tier's rows ({rows.dtype}, {rows.shape}) cannot hold blocks of {layout.row_bytes} bytes; "
             "scheduler and workers must be given the same configuration"
         )
+
+
+class PlannedHandler(OffloadingHandler):
+    """Handler that checks the transfers of a step, and then starts them together.
+
+    Args:
+        layout: the rows' layout.
+        direction: stores or loads.
+        num_blocks: number of GPU blocks of each KV-cache group.
+        num_rows: number of rows.
+    """
+
+    def __init__(self, layout: RowLayout, direction: Direction, num_blocks: tuple[int, ...], num_rows: int) -> None:
+        self._layout = layout
+        self._direction = direction
+        self._num_blocks = num_blocks
+        self._num_rows = num_rows
+        self._running: dict[int, Any] = {}
+        self._open = True
+
+    @abstractmethod
+    def _start_all(self, orders: list[Order]) -> list[int]:
+        """Start transfers, and return the ids of those that could not be started."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        return not self.transfer_all_async([(job_id, spec)])
+
+    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        refused: list[int] = []
+        orders: dict[int, Order] = {}
+        for job_id, spec in jobs:
+            try:
+                if not self._open or job_id in orders or job_id in self._running:
+                    raise TransferError("it is running already" if self._open else "copies are shut down")
+                orders[job_id] = self._order(job_id, spec)
+            except TransferError as error:
+                logger.error("copy job %d could not be started: %s", job_id, error)
+                refused.append(job_id)
+        return refused + self._start_all(list(orders.values()))
+
+    def _order(self, job_id: int, spec: TransferSpec) -> Order:
+        """Return the checked transfer.
+
+        Raises:
+            TransferError: ``spec`` goes in another direction, or names blocks or rows that do not exist.
+        """
+        store = self._direction is Direction.STORE
+        gpu, cpu = spec if store else spec[::-1]
+        if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
+            source, destination = (type(side).__name__ for side in spec)
+            raise TransferError(f"a {self._direction.name.lower()} handler cannot transfer {source} to {destination}")
+        plan = plan_pages(self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=self._num_rows, store=store)
+        return Order(job_id, plan, sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan))
+
+    def _failed(self, job_id: int) -> TransferResult:
+        return TransferResult(job_id, False, transfer_type=self._direction.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +183,10 @@ def _together(orders: Sequence[Order]) -> Sequence[GroupPages]:
     """Return the pages of several transfers, those of one group together."""
     if len(orders) == 1:
         return orders[0].plan
-    by_group: dict[int, list[GroupPages]] = {}
-    for order in orders:
-        for pages in order.plan:
-            by_group.setdefault(pages.group, []).append(pages)
-    return [
-        GroupPages(
-            group,
-            np.concatenate([pages.gpu for pages in parts]),
-            np.concatenate([pages.rows for pages in parts]),
-            np.concatenate([pages.subs for pages in parts]),
-        )
-        for group, parts in by_group.items()
-    ]
+    return [chunk.pages for chunk in chunks_of(orders, lambda group: sys.maxsize)]
 
 
-class HostCopyHandler(OffloadingHandler):
+class HostCopyHandler(PlannedHandler):
     """Copies in one direction between a KV cache in host memory and the primary rows.
 
     Each direction has its own handler and threads, so that loads never wait behind stores.
@@ -186,51 +213,23 @@ class HostCopyHandler(OffloadingHandler):
             ConfigError: the rows are too small for ``layout``, or the threads cannot be started.
         """
         check_rows(rows, layout)
-        self._layout = layout
-        self._direction = direction
+        super().__init__(layout, direction, blocks_per_group(kv_caches), len(rows))
         self._layers = _page_views(kv_caches, rows, layout)
-        self._num_rows = len(rows)
-        self._num_blocks = blocks_per_group(kv_caches)
         self._threads = threads or min(2, os.cpu_count() or 1)
         self._pool = _started_pool(self._threads, f"kv-tiering-{direction.name.lower()}")
         self._running: dict[int, _Running] = {}
 
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        return not self.transfer_all_async([(job_id, spec)])
-
-    def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
-        """Start several transfers, small ones together: they end together, and if one fails, all of them do."""
-        refused: list[int] = []
+    def _start_all(self, orders: list[Order]) -> list[int]:
+        """Start transfers, small ones together: they end together, and if one fails, all of them do."""
         batches: list[list[Order]] = []
         room = 0
-        for job_id, spec in jobs:
-            order = self._order(job_id, spec)
-            if order is None:
-                refused.append(job_id)
-                continue
+        for order in orders:
             if not batches or order.size > room:
                 batches.append([])
                 room = _TOGETHER_BYTES
             batches[-1].append(order)
             room -= order.size
-        for orders in batches:
-            if not self._start(orders):
-                refused += [order.job_id for order in orders]
-        return refused
-
-    def _order(self, job_id: int, spec: TransferSpec) -> Order | None:
-        """Return a transfer that can be started; None if it cannot."""
-        if job_id in self._running:
-            logger.error("copy job %d is running already; it was not started again", job_id)
-            return None
-        try:
-            gpu, cpu = split_spec(spec, self._direction)
-            store, sizes = self._direction is Direction.STORE, self._num_blocks
-            plan = plan_pages(self._layout, gpu, cpu, num_blocks=sizes, num_rows=self._num_rows, store=store)
-        except TransferError as error:
-            logger.error("copy job %d could not be started: %s", job_id, error)
-            return None
-        return Order(job_id, plan, sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan))
+        return [order.job_id for batch in batches if not self._start(batch) for order in batch]
 
     def _start(self, orders: Sequence[Order]) -> bool:
         """Start transfers together; return False if the pool is shut down."""
@@ -271,9 +270,9 @@ class HostCopyHandler(OffloadingHandler):
         errors = [error for part in job.parts if (error := part.exception()) is not None]
         if errors:
             logger.error("copy job %d failed: %s", job_id, errors[0], exc_info=errors[0])
-            return TransferResult(job_id, False, transfer_type=self._direction.transfer_type)
+            return self._failed(job_id)
         seconds = max((part.result() for part in job.parts), default=job.started) - job.started
-        return TransferResult(job_id, True, job.size, seconds if job.parts else None, self._direction.transfer_type)
+        return TransferResult(job_id, True, job.size, seconds if job.parts else None, self._direction.value)
 
     def wait(self, job_ids: Collection[int]) -> None:
         jobs = (self._running.get(job_id) for job_id in job_ids)
@@ -281,4 +280,5 @@ class HostCopyHandler(OffloadingHandler):
         wait(parts)
 
     def shutdown(self) -> None:
+        self._open = False
         self._pool.shutdown(wait=True)

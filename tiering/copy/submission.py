@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,7 +51,7 @@ def may_run_together(orders: Sequence[Order], *, store: bool) -> bool:
     return all(len(np.unique(np.concatenate(places))) == sum(map(len, places)) for places in named.values())
 
 
-def chunks_of(orders: Sequence[Order], capacity: Sequence[int]) -> list[Chunk]:
+def chunks_of(orders: Sequence[Order], capacity: Callable[[int], int]) -> list[Chunk]:
     """Divide the blocks of all orders into chunks, group by group.
 
     Args:
@@ -64,11 +64,11 @@ def chunks_of(orders: Sequence[Order], capacity: Sequence[int]) -> list[Chunk]:
             by_group.setdefault(pages.group, []).append((job, pages))
     chunks = []
     for group, parts in sorted(by_group.items()):
-        pages = _joined([pages for _, pages in parts])
+        pages, step = _joined([pages for _, pages in parts]), capacity(group)
         ends = list(accumulate(len(pages.gpu) for _, pages in parts))
         starts = [0, *ends[:-1]]
-        for a in range(0, ends[-1], capacity[group]):
-            b = min(a + capacity[group], ends[-1])
+        for a in range(0, ends[-1], step):
+            b = min(a + step, ends[-1])
             owners = dict.fromkeys(job for (job, _), c, d in zip(parts, starts, ends, strict=True) if c < b and a < d)
             chunks.append(Chunk(GroupPages(group, pages.gpu[a:b], pages.rows[a:b], pages.subs[a:b]), tuple(owners)))
     return chunks
