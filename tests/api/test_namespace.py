@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.epochs.nearest import find_nearest
+from tiering.epochs.nearest import log_nearest
 from tiering.epochs.opener import Opener
 from tiering.testing.faults import DictStore
 from tiers.local.segments import SegmentGeometry
@@ -81,20 +81,22 @@ def test_neither_the_first_namespace_of_a_medium_nor_one_that_is_known_says_anyt
     assert "begins empty" not in caplog.text
 
 
-def test_a_salt_is_not_written_out() -> None:
+def test_a_salt_is_not_written_out(caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
     own, other = namespace(MODEL, "secret"), namespace(MODEL, "other")
     store.write_document("namespace-other.json", other.parameters.encode())
-    nearest = find_nearest(store, own.parameters, "namespace-")
-    assert nearest is not None
-    assert nearest.differences == ("salt",)
+    log_nearest("local", store, own.parameters, "namespace-")
+    assert caplog.messages[-1].endswith("(namespace-other.json) differs in salt")
 
 
-def test_documents_that_are_damaged_are_left_out() -> None:
+def test_documents_that_are_damaged_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
     store.write_document("namespace-a.json", b"\xff\xfe")
     store.write_document("namespace-b.json", b"[1]")
+    store.write_document("namespace-c.json", b'{"a": 1}')
     for depth in (200, 400, 800, 100_000):
         store.write_document(f"namespace-{depth}.json", b'{"a":' * depth + b"1" + b"}" * depth)
-    nearest = find_nearest(store, namespace(MODEL).parameters, "namespace-")
-    assert nearest is None or nearest.document.split("-")[1] in {"200.json", "400.json", "800.json"}
+    log_nearest("local", store, namespace(MODEL).parameters, "namespace-")
+    assert "namespace-100000" not in caplog.text
+    assert "namespace-b" not in caplog.text
+    assert "the nearest (namespace-" in caplog.text

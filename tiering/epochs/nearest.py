@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiering.errors import StoreError
 from tiering.medium.block_store import BlockStore
@@ -24,46 +23,10 @@ _UNTOLD = frozenset({"salt"})
 """Parameters whose values are not logged."""
 
 
-class Nearest(NamedTuple):
-    """The namespace on the medium that differs in the fewest parameters."""
-
-    document: str
-    """Name of the document with its parameters."""
-    differences: tuple[str, ...]
-    """Each parameter that differs, with both values."""
-    others: int
-    """Number of other namespaces on the medium."""
-
-
-def find_nearest(store: BlockStore, parameters: str, prefix: str) -> Nearest | None:
-    """Return the nearest of the other namespaces on a medium; None if no other parameters can be read.
+def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
+    """Log the parameters in which the nearest of the other namespaces differs.
 
     Documents that cannot be read are left out.
-
-    Args:
-        store: the medium.
-        parameters: parameters of the new namespace, as in its own document.
-        prefix: prefix of the names of such documents.
-
-    Raises:
-        StoreError: the medium cannot list its documents.
-    """
-    own = _leaves(parse_json(parameters))
-    best: tuple[int, str, tuple[str, ...]] | None = None
-    others = 0
-    for name in islice(sorted(store.list_documents(prefix)), _MAX_NAMESPACES):
-        known = _read(store, name)
-        if known is None:
-            continue
-        others += 1
-        differences = tuple(_differences(own, known))
-        if best is None or (len(differences), name) < best[:2]:
-            best = (len(differences), name, differences)
-    return None if best is None else Nearest(best[1], best[2], others)
-
-
-def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
-    """Log the parameters in which the nearest of the other namespaces differs.
 
     Args:
         tier: name of the tier.
@@ -72,21 +35,28 @@ def tell_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> 
         prefix: prefix of the names of such documents.
     """
     try:
-        nearest = find_nearest(store, parameters, prefix)
+        names = sorted(store.list_documents(prefix))
     except StoreError as error:
         logger.info("tier %s: the namespaces that its medium knows cannot be listed: %s", tier, error)
         return
-    if nearest is None:
+    own = _leaves(parse_json(parameters))
+    others = [
+        (tuple(_differences(own, known)), name)
+        for name in names[:_MAX_NAMESPACES]
+        if (known := _read(store, name)) is not None
+    ]
+    if not others:
         return
-    told = list(nearest.differences[:_MAX_TOLD])
-    if len(nearest.differences) > _MAX_TOLD:
-        told.append(f"and {len(nearest.differences) - _MAX_TOLD} more")
+    differences, nearest = min(others, key=lambda other: (len(other[0]), other[1]))
+    told = list(differences[:_MAX_TOLD])
+    if len(differences) > _MAX_TOLD:
+        told.append(f"and {len(differences) - _MAX_TOLD} more")
     logger.warning(
         "tier %s: begins empty, because nothing was stored with these parameters before; "
         "of %d other namespaces there, the nearest (%s) differs in %s",
         tier,
-        nearest.others,
-        nearest.document,
+        len(others),
+        nearest,
         "; ".join(told),
     )
 

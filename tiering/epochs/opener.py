@@ -19,7 +19,7 @@ from tiering.epochs.documents import (
 )
 from tiering.epochs.driver import CommonHistory, drive, parsed
 from tiering.epochs.machine import Result
-from tiering.epochs.nearest import tell_nearest
+from tiering.epochs.nearest import log_nearest
 from tiering.epochs.state import Action, Do, Entered, Goal, Target, Walk, WalkOrder
 from tiering.errors import DeviceError, PermanentStoreError, StoreError
 from tiering.medium.block_store import BlockStore
@@ -344,7 +344,7 @@ class Opener:
         if stored is None:
             if document not in self._told:
                 self._told.add(document)
-                tell_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
+                log_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
             return False, False
         if bytes(stored) == expected:
             return True, True
