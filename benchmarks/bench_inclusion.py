@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Bench, Cell
+from tiering.advisor.shards import Shards
 from tiering.config.stack_file import load_stack
-from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
@@ -52,12 +52,12 @@ def run(bench: Bench) -> None:
     gains: list[float] = []
     copies: list[float] = []
     for name, (tokens, trace) in traces.items():
-        exact = LruCurve([1])
+        exact = Shards([1], 1 << 16)
         for request in trace:
             exact.add(request.hashes)
         for share in (0.02, 0.05):
             device = max(1, int(exact.distinct * share))
-            lru = LruCurve([device * (1 + ratio) for ratio in RATIOS])
+            lru = Shards([device * (1 + ratio) for ratio in RATIOS], 1 << 16)
             for request in trace:
                 lru.add(request.hashes)
             for ratio in RATIOS:

@@ -18,7 +18,6 @@ from benchmarks.harness import Bench, Sample, timed
 from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor
 from tiering.advisor.shards import Shards
 from tiering.config.stack_file import StackConfig, load_stack
-from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
@@ -73,14 +72,14 @@ def run(bench: Bench) -> None:
 def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> None:
     rows = []
     for name, (_, trace) in traces.items():
-        exact = LruCurve([1])
+        exact = Shards([1], 1 << 16)
         for request in trace:
             exact.add(request.hashes)
         prompts = [keys_of(request.hashes) for request in trace]
         for share in (0.02, 0.1, 0.4):
             capacity = max(1, int(exact.distinct * share))
             sizes = [max(1, int(capacity * factor)) for factor in FACTORS]
-            truth = Shards(sizes, exact.total)  # A sample of all keys gives the exact curve.
+            truth = Shards(sizes, exact.accesses)  # A sample of all keys gives the exact curve.
             for request in trace:
                 truth.access((request.hashes >> np.uint64(32)).tolist())
             made = SizeAdvisor({"cpu": capacity})
@@ -91,7 +90,7 @@ def advisor(bench: Bench, traces: dict[str, tuple[int, list[TraceRequest]]]) -> 
                     if keys:
                         made.stored(keys)
 
-            cost = timed(feed, per=exact.total)
+            cost = timed(feed, per=exact.accesses)
             estimates = made.estimates("cpu")
             errors = [
                 100 * abs(estimates[field] - truth.hit_rate(size))

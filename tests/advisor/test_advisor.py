@@ -14,7 +14,6 @@ from tiering.advisor.advisor import FACTORS, FIELDS, SizeAdvisor, small_tier
 from tiering.advisor.shards import HASH_BITS, HASHES, Shards
 from tiering.connector.metrics import METRICS
 from tiering.connector.stats import Increments
-from tiering.replay.curve import LruCurve
 from tiering.replay.device import DeviceCache
 from tiering.replay.generate import generate
 from tiering.replay.trace import keys_of, mixed
@@ -115,11 +114,8 @@ def test_a_prompt_at_once_counts_as_its_keys_one_by_one(sample: int) -> None:
         at_once.access(hashes, counted=counted)
         for key in hashes:
             one_by_one.access([key], counted=counted)
-    assert (at_once.keys, at_once.threshold, at_once.sampled) == (
-        one_by_one.keys,
-        one_by_one.threshold,
-        one_by_one.sampled,
-    )
+    assert (at_once.keys, at_once.threshold) == (one_by_one.keys, one_by_one.threshold)
+    assert at_once.weight == pytest.approx(one_by_one.weight)
     for size in (5, 20, 100):
         assert at_once.hit_rate(size) == pytest.approx(one_by_one.hit_rate(size), abs=1e-12)
     assert at_once.hit_rate(5) < at_once.hit_rate(20) < at_once.hit_rate(100)
@@ -129,7 +125,8 @@ def test_a_key_that_leaves_the_sample_within_a_prompt_is_not_counted() -> None:
     shards = Shards([1, 2, 3], sample=3)
     shards.access([10, 90, 20])
     shards.access([5, 10, 90, 20])  # The 5 pushes out the 90.
-    assert (shards.keys, shards.threshold, shards.sampled) == (3, 90, 3 + 3)
+    assert (shards.keys, shards.threshold) == (3, 90)
+    assert shards.weight == pytest.approx(3 + 1 + 2 * HASHES / 90)
 
 
 @pytest.mark.parametrize("kind", ["chat", "documents", "agents", "system"])
@@ -138,7 +135,7 @@ def test_the_mean_error_is_at_most_one_point(kind: str) -> None:
     capacity = 6000
     advisor = SizeAdvisor({"cpu": capacity}, sample=8192)
     sizes = [int(capacity * factor) for factor in FACTORS]
-    exact = LruCurve(sizes)
+    exact = Shards(sizes, 1 << 16)
     for request in trace:
         exact.add(request.hashes)
         advisor.looked_up({}, keys_of(request.hashes))

@@ -7,8 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from tiering.replay import curve
-from tiering.replay.curve import LruCurve
+from tiering.advisor.shards import Shards
 from tiering.replay.trace import mixed
 
 
@@ -33,7 +32,7 @@ def accesses(count: int, distinct: int, seed: int = 0) -> np.ndarray[tuple[int],
 def test_the_curve_of_lru_is_exact_while_all_keys_are_sampled() -> None:
     keys = accesses(20_000, 3000)
     capacities = [10, 100, 1000, 2000]
-    cache = LruCurve(capacities)
+    cache = Shards(capacities, 1 << 16)
     for start in range(0, len(keys), 50):
         cache.add(keys[start : start + 50])
     for capacity in capacities:
@@ -42,12 +41,10 @@ def test_the_curve_of_lru_is_exact_while_all_keys_are_sampled() -> None:
     assert cache.reuse == 1 - len(np.unique(keys)) / len(keys)
 
 
-def test_a_curve_from_a_sample_is_close_to_that_of_all_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_from_a_sample_is_close_to_that_of_all_accesses() -> None:
     keys = accesses(60_000, 20_000)
     capacities = [500, 2000, 8000]
-    exact = LruCurve(capacities)
-    monkeypatch.setattr(curve, "SAMPLE", 4096)
-    sampled = LruCurve(capacities)
+    exact, sampled = Shards(capacities, 1 << 16), Shards(capacities, 4096)
     for start in range(0, len(keys), 100):
         exact.add(keys[start : start + 100])
         sampled.add(keys[start : start + 100])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
+from tiering.advisor.shards import Shards
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
 from tiering.medium.messages import IoTask
-from tiering.replay.curve import LruCurve
 from tiering.replay.generate import generate
 from tiering.replay.model import MediumModel, ReplayModel
 from tiering.replay.replay import Replay
@@ -151,7 +151,7 @@ def test_a_prompt_larger_than_the_primary_tier_is_stored_in_part() -> None:
 def test_lru_through_the_manager_follows_the_exact_curve() -> None:
     trace = list(generate({"chat": 1.0, "system": 1.0}, 1500, 5.0, BLOCK_TOKENS * 20, seed=3))
     rooms = [300, 1000, 3000]
-    cache = LruCurve(rooms)
+    cache = Shards(rooms, 1 << 16)
     for item in trace:
         cache.add(item.hashes)
     fast = ReplayModel(prefill_tokens_per_second=1e9)

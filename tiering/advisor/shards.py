@@ -14,6 +14,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heappush, heappushpop
 
+import numpy as np
+from numpy.typing import NDArray
+
 HASH_BITS = 32
 """Bits of the hash by which a key is in the sample or not."""
 HASHES = 1 << HASH_BITS
@@ -41,7 +44,6 @@ class Shards:
         "_times",
         "_weights",
         "accesses",
-        "sampled",
         "threshold",
         "weight",
     )
@@ -52,9 +54,7 @@ class Shards:
         self.threshold = max(1, min(HASHES, int(rate * HASHES)))
         """Hashes below this value are sampled."""
         self.accesses = 0
-        """Number of accesses, sampled or not; the caller counts them."""
-        self.sampled = 0
-        """Number of sampled accesses."""
+        """Number of accesses, sampled or not; a caller of :meth:`access` counts them."""
         self.weight = 0.0
         """Number of accesses that the sampled ones stand for."""
         self._weights = [0.0] * (len(self._capacities) + 1)
@@ -88,6 +88,22 @@ class Shards:
     def keys(self) -> int:
         """Number of keys in the sample."""
         return len(self._last)
+
+    @property
+    def distinct(self) -> int:
+        """Number of distinct keys, estimated if they are more than the sample."""
+        return round(self.keys / self.rate)
+
+    @property
+    def reuse(self) -> float:
+        """Share of the accesses to keys that came before: the hit rate of an unlimited cache."""
+        return max(0.0, 1.0 - self.distinct / self.accesses) if self.accesses else 0.0
+
+    def add(self, hashes: NDArray[np.uint64]) -> None:
+        """Count accesses, and record those of sampled keys; the upper half of a hash decides."""
+        self.accesses += len(hashes)
+        high = hashes >> np.uint64(64 - HASH_BITS)
+        self.access(high[high < np.uint64(self.threshold)].tolist())
 
     def access(self, hashes: Sequence[int], *, counted: bool = True) -> None:
         """Record accesses of sampled keys, in their order.
@@ -155,11 +171,10 @@ class Shards:
         """
         now, last, times, largest = self._now, self._last, self._times, self._largest
         threshold, room = self.threshold, self._sample - len(self._last)
-        entered, weight = 0, 0.0
+        weight = 0.0
         for key in hashes:
             if key >= threshold:
                 continue
-            entered += 1
             weight += HASHES / threshold
             if room:
                 room -= 1
@@ -176,14 +191,12 @@ class Shards:
         if counted:
             self._weights[-1] += weight
             self.weight += weight
-            self.sampled += entered
 
     def _count(self, bucket: int, accesses: int) -> None:
         """Count sampled accesses that hit at the capacity ``bucket``, and not at the next smaller one."""
         weight = accesses * HASHES / self.threshold
         self._weights[bucket] += weight
         self.weight += weight
-        self.sampled += accesses
 
     def hit_rate(self, capacity: int) -> float:
         """Return the estimated hit rate of a cache of ``capacity`` blocks.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tiering.advisor.shards import Shards
 from tiering.errors import ConfigError
-from tiering.replay.curve import LruCurve
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
@@ -20,6 +20,8 @@ from tiering.replay.sweep import Point
 
 GRID = tuple(sorted({round(2 ** (step / 4)) for step in range(160)}))
 """Capacities in blocks at which LRU's curve is computed: four per octave."""
+SAMPLE = 1 << 16
+"""Number of keys from which the curve is estimated; exact for traces with fewer distinct blocks."""
 _SMALLEST_SHARE = 1 / 512
 """Smallest capacity of a curve, as a share of the distinct blocks."""
 
@@ -122,16 +124,16 @@ def run_study(
     tokens = trace.info.block_tokens
     hints = TraceHints(model.hinted_sessions, tokens) if model.hinted_sessions else None
     replays = [Replay(point.stack, tokens, block_bytes, model, hints) for point in points[:1]]
-    cache = LruCurve(GRID)
+    cache = Shards(GRID, SAMPLE)
     reported = 0
     for request in trace:
         cache.add(request.hashes)
         if hints is not None:
             hints.add(request)
-        if cache.total - reported >= 1 << 16:
-            reported = cache.total
+        if cache.accesses - reported >= 1 << 16:
+            reported = cache.accesses
             progress("reading the trace", trace.bytes_read, trace.total_bytes or 0)
-    if not cache.total:
+    if not cache.accesses:
         raise ConfigError(f"{trace.paths[0]}: has no request with blocks")
     distinct = cache.distinct
     wanted = [blocks for blocks in GRID if distinct * _SMALLEST_SHARE <= blocks < 2 * distinct]
@@ -140,10 +142,10 @@ def run_study(
     for number, point in enumerate(points):
         replay = replays[0] if not number else Replay(point.stack, tokens, block_bytes, model, hints)
         what = ", ".join(f"{word}={value}" for word, value in point.settings.items()) or "replaying"
-        total = cache.total * len(points)
+        total = cache.accesses * len(points)
 
         def report(blocks: int, what: str = what, number: int = number, total: int = total) -> None:
-            progress(what, number * cache.total + blocks, total)
+            progress(what, number * cache.accesses + blocks, total)
 
         result = replay.run(trace, report)
         results.append(replace(result, settings=point.settings, stack=point.text))
@@ -152,7 +154,7 @@ def run_study(
         trace.info.format,
         trace.info.block_tokens,
         block_bytes,
-        cache.total,
+        cache.accesses,
         distinct,
         cache.reuse,
         curve,
