@@ -30,9 +30,8 @@ from tiering.cli.parameters import (
     tier_options,
 )
 from tiering.cli.tiers import conflicts_with_earlier
+from tiering.cli.verify import BlockVerifier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
-from tiering.medium.frame import FrameError
-from tiering.medium.verification import FrameVerifier
 from tiering.secondary.options import TierOptions
 
 ROUND_TRIP_BLOCKS = 4
@@ -219,20 +218,14 @@ def _round_trip(admin: TierAdmin, block_bytes: int) -> Iterator[Finding]:
 
 async def _read_some(admin: TierAdmin) -> list[Finding]:
     """Verify a few blocks of a medium that an engine uses."""
-    verifier, read, damaged = FrameVerifier(), 0, 0
+    outcomes: list[str] = []
     with admin:
+        verifier = BlockVerifier(admin)
         async for block in admin.blocks():
-            if read == ROUND_TRIP_BLOCKS:
+            if len(outcomes) == ROUND_TRIP_BLOCKS:
                 break
-            frame = await admin.read(block)
-            if frame is None:
-                continue
-            read += 1
-            try:
-                verifier.verify(frame, frame[admin.header_bytes :], fingerprint=block.fingerprint)
-            except FrameError:
-                again = await admin.read(block)
-                damaged += again is not None and bytes(again[:128]) == bytes(frame[:128])
+            outcomes += [outcome for outcome in await verifier.verify([block]) if outcome is not None]
+    read, damaged = len(outcomes), sum(map(bool, outcomes))
     if damaged:
         return [
             Finding(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,10 +53,6 @@ class TierContent:
 
     suspects: int = 0
     """Number of objects that a machine has noted as corrupt, and no other machine has confirmed."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain data."""
-        return dataclasses.asdict(self)
 
 
 async def read_content(admin: TierAdmin) -> TierContent:

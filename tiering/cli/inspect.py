@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -81,7 +82,7 @@ def inspect_command(
     if as_json:
         print_json(
             {
-                tier: {**content.to_json(), **({"verified": verified[tier].to_json()} if tier in verified else {})}
+                tier: asdict(content) | ({"verified": asdict(verified[tier])} if tier in verified else {})
                 for tier, content in contents.items()
             }
         )

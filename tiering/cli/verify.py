@@ -44,10 +44,6 @@ class Verified:
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """Place and reason of each damaged block."""
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain data."""
-        return dataclasses.asdict(self)
-
 
 class Resumable:
     """The progress of a verification in a file, so that the next run goes on from there.
@@ -91,7 +87,7 @@ class Resumable:
         if self._path is None or (not now and time.monotonic() < self._saved_at + _SAVE_SECONDS):
             return
         self._saved_at = time.monotonic()
-        tiers = {tier: found.to_json() for tier, found in self.tiers.items()}
+        tiers = {tier: dataclasses.asdict(found) for tier, found in self.tiers.items()}
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
             fresh.write_text(json.dumps({"version": _VERSION, "stack": self._stack, "tiers": tiers}))
@@ -152,7 +148,7 @@ async def verify_tier(
         StoreError: the blocks cannot be listed or read.
     """
     found = progress.tiers.setdefault(admin.name, Verified())
-    verifier = _Verifier(admin, ReadPace(rate), concurrency)
+    verifier = BlockVerifier(admin, ReadPace(rate), concurrency)
     console = stderr()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -197,12 +193,18 @@ async def _batches(blocks: AsyncIterator[StoredBlock], size: int) -> AsyncIterat
         yield batch
 
 
-class _Verifier:
-    """Reads and verifies blocks, several at the same time."""
+class BlockVerifier:
+    """Reads and verifies blocks, several at the same time.
 
-    def __init__(self, admin: TierAdmin, pace: ReadPace, concurrency: int) -> None:
+    Args:
+        admin: open administration of the tier.
+        pace: pace of the reads; default: without limit.
+        concurrency: blocks read at the same time; default 1.
+    """
+
+    def __init__(self, admin: TierAdmin, pace: ReadPace | None = None, concurrency: int = 1) -> None:
         self._admin = admin
-        self._pace = pace
+        self._pace = pace or ReadPace(None)
         self._free: asyncio.Queue[FrameVerifier] = asyncio.Queue()
         for _ in range(concurrency):
             self._free.put_nowait(FrameVerifier())
