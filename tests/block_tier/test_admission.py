@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from tiering.block_tier.intake import MAX_WANTED, AdmitSecondTouch, GhostFilter, make_admission
+from tiering.block_tier.intake import AdmitSecondTouch, GhostFilter, make_admission
 from tiering.testing.keys import keys_of
 
 K = keys_of(*range(16))
@@ -19,8 +19,7 @@ K = keys_of(*range(16))
 def test_all_and_none(word: str, taken: list[int]) -> None:
     admission = make_admission(word)  # type: ignore[arg-type]
     assert admission.admit(K[:3], "r") == taken
-    admission.touch(K[:3], "other")
-    assert admission.take_wanted() == []
+    assert list(admission.touch(K[:3], "other")) == []
 
 
 def test_the_first_store_is_declined_and_the_second_taken_once() -> None:
@@ -33,37 +32,22 @@ def test_the_first_store_is_declined_and_the_second_taken_once() -> None:
 def test_touches_by_the_request_that_brought_a_block_do_not_count() -> None:
     admission = AdmitSecondTouch()
     admission.admit(K[:2], "r1")
-    admission.touch(K[:4], "r1")
-    assert admission.take_wanted() == []
-    admission.touch(K[1:4], "r2")
-    assert admission.take_wanted() == [K[1]]
-    assert admission.take_wanted() == []
+    assert list(admission.touch(K[:4], "r1")) == []
+    assert list(admission.touch(K[1:4], "r2")) == [K[1]]
 
 
 def test_a_wanted_block_is_taken_when_it_is_offered_again() -> None:
     admission = AdmitSecondTouch()
     admission.admit(K[:2], "r1")
-    admission.touch(K[:2], "r2")
-    assert admission.admit(admission.take_wanted(), "r1") == [0, 1]
-    admission.touch(K[:2], "r3")
-    assert admission.take_wanted() == []
+    assert admission.admit(admission.touch(K[:2], "r2"), "r1") == [0, 1]
+    assert list(admission.touch(K[:2], "r3")) == []
 
 
 def test_a_request_that_comes_back_under_the_same_name_counts() -> None:
     admission = AdmitSecondTouch()
     admission.admit(K[:1], "r1")
     admission.on_request_finished("r1")
-    admission.touch(K[:1], "r1")
-    assert admission.take_wanted() == K[:1]
-
-
-def test_wanted_blocks_are_bounded() -> None:
-    admission = AdmitSecondTouch()
-    keys = keys_of(*range(MAX_WANTED + 10))
-    admission.admit(keys, "r1")
-    admission.touch(keys[:10], "r2")
-    admission.touch(keys, "r2")
-    assert len(admission.take_wanted()) <= MAX_WANTED
+    assert list(admission.touch(K[:1], "r1")) == K[:1]
 
 
 def test_what_is_remembered_of_requests_is_bounded() -> None:
@@ -71,17 +55,15 @@ def test_what_is_remembered_of_requests_is_bounded() -> None:
     admission = AdmitSecondTouch(own_requests=2)
     for number, req_id in enumerate(("r1", "r2", "r3", "")):
         admission.admit([K[number]], req_id)
-    for number in range(4):
-        admission.touch([K[number]], f"r{number + 1}")
-    assert admission.take_wanted() == [K[0], K[3]]
+    wanted = [key for number in range(4) for key in admission.touch([K[number]], f"r{number + 1}")]
+    assert wanted == [K[0], K[3]]
 
 
 def test_clear_forgets_everything() -> None:
     admission = AdmitSecondTouch()
     admission.admit(K[:2], "r1")
-    admission.touch(K[:2], "r2")
     admission.clear()
-    assert admission.take_wanted() == []
+    assert list(admission.touch(K[:2], "r2")) == []
     assert admission.admit(K[:2], "r2") == []
 
 
@@ -116,10 +98,8 @@ def test_a_block_from_a_slower_tier_is_stored_when_it_is_promoted_again() -> Non
 def test_a_block_from_a_slower_tier_is_wanted_when_another_request_uses_it() -> None:
     policy = make_admission("all", "second_touch")
     policy.admit(K[:4], "a", fill=True)
-    policy.touch(K[:4], "a")
-    assert policy.take_wanted() == []
-    policy.touch(K[:2], "b")
-    assert policy.take_wanted() == K[:2]
+    assert policy.touch(K[:4], "a") == []
+    assert policy.touch(K[:2], "b") == K[:2]
     assert policy.admit(K[:2], "", fill=False) == [0, 1]
 
 
@@ -144,8 +124,7 @@ def test_fills_that_are_not_wanted_stay_out_however_often_they_are_used() -> Non
     policy = make_admission("all", "none")
     for name in "ab":
         assert policy.admit(K[:4], name, fill=True) == []
-        policy.touch(K[:4], "c")
-    assert policy.take_wanted() == []
+        assert list(policy.touch(K[:4], "c")) == []
     assert policy.may_be_offered(K[:5]) == [K[4]]
     assert policy.admit(K[:4], "d") == [0, 1, 2, 3], "a store is no fill"
 
@@ -155,9 +134,8 @@ def test_fills_stay_out_of_a_tier_that_stores_at_the_second_touch() -> None:
     assert policy.admit(K[:6], "a") == []
     for name in "bc":
         assert policy.admit(K[:4], name, fill=True) == []
-        policy.touch(K[:4], "d")
-    policy.want(K[:2])
-    assert policy.take_wanted() == []
+        assert list(policy.touch(K[:4], "d")) == []
+    assert list(policy.touch_again(K[:2])) == []
     assert policy.may_be_offered(K[:7]) == [K[6]]
 
 
@@ -165,10 +143,8 @@ def test_a_tier_without_fills_counts_the_touches_of_its_own_stores() -> None:
     policy = make_admission("second_touch", "none")
     policy.admit(K[:4], "a")
     policy.admit(K[2:4], "b", fill=True)
-    policy.touch(K[:1], "a")
-    assert policy.take_wanted() == []
-    policy.touch(K[:4], "b")
-    assert policy.take_wanted() == K[:2]
+    assert list(policy.touch(K[:1], "a")) == []
+    assert policy.touch(K[:4], "b") == K[:2]
     assert policy.admit(K[:2], "") == [0, 1]
     assert policy.admit(K[2:4], "e") == [0, 1], "the second store of a block that also came from a slower tier"
     policy.admit(K[4:5], "a")

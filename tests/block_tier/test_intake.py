@@ -1,22 +1,27 @@
-"""The intake of one tier: what a reset forgets."""
+"""The intake of one tier: the bound of what it wants, and what a reset drops."""
 
 from __future__ import annotations
 
-from tiering.block_tier.intake import Intake
-from tiering.testing.keys import key_of
-
-
-def keys(*groups: int) -> list[bytes]:
-    return [key_of(number, group) for number, group in enumerate(groups)]
+from tiering.block_tier.intake import MAX_WANTED, Intake
+from tiering.testing.keys import keys_of
 
 
 def test_a_reset_forgets_blocks() -> None:
-    intake = Intake.build("second_touch")
-    declined, lacking = keys(0, 0), [key_of(7), key_of(8)]
+    intake = Intake("second_touch")
+    declined, lacking = keys_of(0, 1), keys_of(7, 8)
     assert intake.admission.admit(declined, "r1") == []
-    intake.offers.add(lacking, 0.0)
+    intake.offer(lacking, 0.0)
     intake.clear()
     assert intake.admission.admit(declined, "r2") == []
-    assert intake.offers.take() == []
-    intake.offers.add(lacking, 0.0)
-    assert intake.offers.take() == lacking
+    assert intake.take() == []
+    intake.offer(lacking, 0.0)
+    assert intake.take() == lacking
+
+
+def test_wanted_blocks_are_bounded() -> None:
+    intake, keys = Intake("all"), keys_of(*range(MAX_WANTED + 10))
+    intake.want(keys[:10])
+    intake.want(keys)
+    taken = intake.take()
+    assert taken[:10] == keys[:10]
+    assert len(taken) <= MAX_WANTED

@@ -13,7 +13,7 @@ from tests.block_tier.fakes import BLOCK_BYTES, NUM_ROWS
 from tests.block_tier.rig import Rig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
-from tiering.block_tier.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, AdmitAll, Offers
+from tiering.block_tier.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Intake
 from tiering.errors import TemporaryStoreError
 from tiering.index.shared import SharedIndex, object_name
 from tiering.index.slots import SlotIndex
@@ -343,23 +343,20 @@ class TestOwnMedium:
 
 
 class TestRate:
-    def make(self) -> Offers:
-        return Offers(AdmitAll())
-
     def test_is_bounded_for_many_blocks(self) -> None:
-        offers, keys = self.make(), keys_of(*range(3 * OFFERS_AT_ONCE))
-        offers.add(keys, 1000.0)
-        assert offers.take() == keys[:OFFERS_AT_ONCE]
-        offers.add(keys, 1000.0)
-        assert offers.take() == []
-        offers.add(keys, 1001.0)
+        intake, keys = Intake("all"), keys_of(*range(3 * OFFERS_AT_ONCE))
+        intake.offer(keys, 1000.0)
+        assert intake.take() == keys[:OFFERS_AT_ONCE]
+        intake.offer(keys, 1000.0)
+        assert intake.take() == []
+        intake.offer(keys, 1001.0)
         second = OFFERS_AT_ONCE + int(OFFERS_PER_SECOND)
-        assert offers.take() == keys[OFFERS_AT_ONCE:second]
+        assert intake.take() == keys[OFFERS_AT_ONCE:second]
 
     def test_is_bounded_for_each_block(self) -> None:
-        offers = self.make()
+        intake = Intake("all")
         taken = 0
         for second in range(int(10 * OFFER_AGAIN_AFTER)):
-            offers.add(K[:1], 1000.0 + second)
-            taken += len(offers.take())
+            intake.offer(K[:1], 1000.0 + second)
+            taken += len(intake.take())
         assert taken == 10

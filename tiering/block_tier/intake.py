@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress, islice
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ GHOST_SLOTS = 1 << 20
 """Number of declined blocks that are remembered, 8 bytes each."""
 
 MAX_WANTED = 1 << 14
-"""Maximum number of blocks that wait to be taken as wanted; touches beyond it are ignored."""
+"""Maximum number of blocks that wait to be offered; touches beyond it are ignored."""
 
 MAX_OWN_REQUESTS = 1 << 12
 """Maximum number of requests whose own blocks are remembered.
@@ -66,15 +65,13 @@ class Admission(ABC):
     def remember(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
 
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
-        """Record that request ``req_id`` used ``keys``."""
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that were declined before and are admitted now, because ``req_id`` uses them."""
+        return ()
 
-    def take_wanted(self) -> list[OffloadKey]:
-        """Return keys that were declined before and would be admitted now, each once."""
-        return []
-
-    def want(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that ``keys`` were touched for the second time, counting all machines of a fleet."""
+    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that are admitted after their second touch, counting all machines of a fleet."""
+        return ()
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return those of ``keys`` that :meth:`admit` should decide about again.
@@ -155,14 +152,12 @@ class AdmitSecondTouch(Admission):
     request without a name owns no blocks.
     """
 
-    def __init__(self, slots: int = GHOST_SLOTS, own_requests: int = MAX_OWN_REQUESTS) -> None:
-        self._ghost = GhostFilter(slots)
+    def __init__(self, own_requests: int = MAX_OWN_REQUESTS) -> None:
+        self._ghost = GhostFilter()
         self._own_requests = own_requests
         self._declined = False
         """True if a block was declined since the policy was empty; without any, no key is hashed."""
         self._own: dict[str, set[int]] = {}
-        self.wanted: dict[OffloadKey, None] = {}
-        """Keys for :meth:`take_wanted`; only the methods of this class change the dictionary."""
 
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         hashes = self._ghost.hashes(keys)
@@ -189,29 +184,21 @@ class AdmitSecondTouch(Admission):
         if self._declined:
             self._ghost.drop(self._ghost.hashes(keys))
 
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
         if not self._declined:
-            return
+            return ()
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
-        if not np.count_nonzero(known) or len(self.wanted) >= MAX_WANTED:
-            return
+        if not np.count_nonzero(known):
+            return ()
         touched = list(compress(keys, known))
         own = self._own.get(req_id)
         if own is not None:
             touched = [key for key, value in zip(touched, hashes[known].tolist(), strict=True) if value not in own]
-        self.want(touched)
+        return touched
 
-    def want(self, keys: Sequence[OffloadKey]) -> None:
-        if keys:
-            self.wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self.wanted))]))
-
-    def take_wanted(self) -> list[OffloadKey]:
-        if not self.wanted:
-            return []
-        wanted = list(self.wanted)
-        self.wanted.clear()
-        return wanted
+    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return keys
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys that do not wait for their second touch: another offer would count as one."""
@@ -227,7 +214,6 @@ class AdmitSecondTouch(Admission):
             self._ghost.clear()
         self._declined = False
         self._own.clear()
-        self.wanted.clear()
 
 
 class AdmitFillsApart(Admission):
@@ -258,20 +244,14 @@ class AdmitFillsApart(Admission):
     def remember(self, keys: Sequence[OffloadKey]) -> None:
         self._stores.remember(keys)
 
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> None:
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
         if self._never:
             # A touch must not make a block wanted that came from a slower tier, although its own store was declined.
-            self._stores.touch(self._fills.may_be_offered(keys), req_id)
-        else:
-            self._stores.touch(keys, req_id)
-            self._fills.touch(keys, req_id)
+            return self._stores.touch(self._fills.may_be_offered(keys), req_id)
+        return [*self._stores.touch(keys, req_id), *self._fills.touch(keys, req_id)]
 
-    def want(self, keys: Sequence[OffloadKey]) -> None:
-        self._stores.want(self._fills.may_be_offered(keys) if self._never else keys)
-
-    def take_wanted(self) -> list[OffloadKey]:
-        stores = self._stores.take_wanted()
-        return stores + self._fills.take_wanted() if self._fills.wanted else stores
+    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return self._stores.touch_again(self._fills.may_be_offered(keys) if self._never else keys)
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         return self._stores.may_be_offered(self._fills.may_be_offered(keys))
@@ -301,22 +281,33 @@ def make_admission(
     return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
-class Offers:
-    """Chooses the blocks to offer to one tier again. Times are monotonic seconds.
+class Intake:
+    """Admission policy of one tier, and the blocks that it wants to be offered. Times are monotonic seconds.
 
     Args:
-        admission: admission policy of the tier.
+        admission: name of the admission policy.
+        fill: name of the admission policy for blocks from slower tiers; default "all".
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(
+        self,
+        admission: Literal["all", "second_touch", "none"],
+        fill: Literal["all", "second_touch", "none"] = "all",
+    ) -> None:
+        self.admission = make_admission(admission, fill)
+        """Admission policy."""
         self._allowance = float(OFFERS_AT_ONCE)
         self._allowance_at = 0.0
         self._offered: dict[OffloadKey, float] = {}
-        self.waiting: dict[OffloadKey, None] = {}
+        self.wanted: dict[OffloadKey, None] = {}
         """Blocks to be offered, the oldest first; only the methods of this class change the dictionary."""
 
-    def add(self, lacking: Sequence[OffloadKey], now: float) -> float:
+    def want(self, keys: Sequence[OffloadKey]) -> None:
+        """Let ``keys``, which the policy admits now, be offered."""
+        if keys:
+            self.wanted.update(dict.fromkeys(keys[: max(0, MAX_WANTED - len(self.wanted))]))
+
+    def offer(self, lacking: Sequence[OffloadKey], now: float) -> float:
         """Choose blocks to offer again, and return the seconds until another look at them is worthwhile.
 
         Args:
@@ -329,7 +320,7 @@ class Offers:
         self._allowance = min(OFFERS_AT_ONCE, self._allowance + earned)
         self._allowance_at = now
         offered = self._offered
-        fresh = [key for key in self._admission.may_be_offered(lacking) if offered.get(key, 0.0) <= now]
+        fresh = [key for key in self.admission.may_be_offered(lacking) if offered.get(key, 0.0) <= now]
         chosen = fresh[: int(self._allowance)]
         self._allowance -= len(chosen)
         for key in chosen:
@@ -337,46 +328,23 @@ class Offers:
             offered[key] = now + OFFER_AGAIN_AFTER
         for key in list(islice(offered, max(0, len(offered) - MAX_REMEMBERED))):
             del offered[key]
-        self.waiting.update(dict.fromkeys(chosen))
+        self.wanted.update(dict.fromkeys(chosen))
         return OFFER_AGAIN_AFTER if len(chosen) == len(fresh) else 0.0
 
     def take(self) -> list[OffloadKey]:
         """Return the blocks to offer now, the oldest first."""
-        taken = list(self.waiting)
-        self.waiting.clear()
+        if not self.wanted:
+            return []
+        taken = list(self.wanted)
+        self.wanted.clear()
         return taken
 
-    def clear(self) -> None:
-        """Drop the blocks (a reset), but keep the rate."""
+    def drop_wanted(self) -> None:
+        """Drop the blocks to be offered, but keep the rate and the policy's memory."""
         self._offered.clear()
-        self.waiting.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """Admission and offers of one tier, which a reset empties together."""
-
-    admission: Admission
-    """Admission policy."""
-    offers: Offers
-    """Blocks to offer again."""
-
-    @classmethod
-    def build(
-        cls,
-        admission: Literal["all", "second_touch", "none"],
-        fill: Literal["all", "second_touch", "none"] = "all",
-    ) -> Self:
-        """Return the intake of a tier.
-
-        Args:
-            admission: name of the admission policy.
-            fill: name of the admission policy for blocks from slower tiers; default "all".
-        """
-        policy = make_admission(admission, fill)
-        return cls(policy, Offers(policy))
+        self.wanted.clear()
 
     def clear(self) -> None:
         """Drop all blocks, for a reset."""
         self.admission.clear()
-        self.offers.clear()
+        self.drop_wanted()

@@ -403,7 +403,7 @@ class TierLife:
 
     def _drop_work(self) -> None:
         self._leave_epoch()
-        self._intake.offers.clear()
+        self._intake.drop_wanted()
         self._io.drop_waiting()
 
     def _met(self, common: CommonEpoch) -> MetEpoch:

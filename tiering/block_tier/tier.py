@@ -133,7 +133,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
         self._ask = partial(index.ask, self.io.store.probe)
-        self._intake = Intake.build(options.admission, options.fill_policy)
+        self._intake = Intake(options.admission, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = BlockTransfers(parts, self)
@@ -225,7 +225,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
-        self._intake.offers.add(self.index.end_probe(probe, held, now), now)
+        self._intake.offer(self.index.end_probe(probe, held, now), now)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -260,7 +260,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         if self.index.shared:
             touched, lapsed = self.index.take_hints(now)
             if touched:
-                self._intake.admission.want(touched)
+                self._want(self._intake.admission.touch_again(touched))
             if lapsed:
                 self._offer(lapsed)
         self._life.tick(now)
@@ -271,7 +271,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         self.index.touch(keys, used)
         if used:
-            self._intake.admission.touch(keys, req_context.req_id)
+            self._want(self._intake.admission.touch(keys, req_context.req_id))
 
     def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
         if self.options.admission == "none":
@@ -287,21 +287,19 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         if lacking is None:
             self._start_probes()
             return OFFER_AGAIN_AFTER
-        return self._intake.offers.add(lacking, now)
+        return self._intake.offer(lacking, now)
 
-    def _take_wanted(self) -> Sequence[OffloadKey]:
-        wanted, offers = self._intake.admission.take_wanted(), self._intake.offers
-        if not offers.waiting or not self._life.storing:
-            return wanted
-        offered = offers.take()
-        return list(dict.fromkeys([*wanted, *offered])) if offered else wanted
+    def _want(self, keys: Sequence[OffloadKey]) -> None:
+        """Let ``keys`` be offered; a tier that stores nothing now would only drop them."""
+        if keys and self._life.storing:
+            self._intake.want(keys)
 
     def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         self.index.release(released)
         self._intake.admission.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self) -> StepEnd:
-        wanted = self._take_wanted()
+        wanted = self._intake.take() if self._life.storing else ()
         self._life.tick(self._clock())
         return StepEnd(wanted, self._rest(self.on_step()), self.superseded(), self._life.reset_done)
 
@@ -311,7 +309,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         Args:
             offered: seconds for which the hook need not be called; None: it is called in every step.
         """
-        calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.offers.waiting
+        calm = self._announces and self._life.calm and self._jobs.calm and not self._intake.wanted
         if not calm or offered is None:
             return 0.0
         return min(offered, REST_WITH_JOBS) if self._jobs.running else offered
