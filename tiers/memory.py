@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -140,16 +140,6 @@ class MemoryStore(BlockStore):
         return {place: header for place, header in parsed.items() if isinstance(header, FrameHeader)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The recovered blocks of the namespace with ``fingerprint``, the newest first."""
-
-    fingerprint: bytes
-    keys: list[OffloadKey]
-    slots: list[int]
-    sequences: list[int]
-
-
 class MemoryTier(BlockTier):
     """A tier of slots in memory, with eviction.
 
@@ -182,9 +172,11 @@ class MemoryTier(BlockTier):
         return serving
 
     def on_opened(self, namespace: Namespace) -> None:
-        self.io.run(IoTask("recover", lambda: self._find(namespace.fingerprint), self._recover))
+        fingerprint = namespace.fingerprint
+        self.io.run(IoTask("recover", lambda: self._find(fingerprint), partial(self._recover, fingerprint)))
 
-    def _find(self, fingerprint: bytes) -> _Found:
+    def _find(self, fingerprint: bytes) -> dict[OffloadKey, tuple[int, int]]:
+        """Return slot and sequence of each recovered block, the newest first."""
         headers = [
             (header.sequence, header.key, place)
             for place, header in self.store.headers().items()
@@ -194,25 +186,18 @@ class MemoryTier(BlockTier):
         for sequence, key, place in sorted(headers, key=lambda found: found[0], reverse=True):
             if key is not None and isinstance(place, int) and place < self.index.num_slots:
                 newest.setdefault(key, (place, sequence))
-        return _Found(
-            fingerprint,
-            list(newest),
-            [slot for slot, _ in newest.values()],
-            [sequence for _, sequence in newest.values()],
-        )
+        return newest
 
-    def _recover(self, found: _Found | None, error: BaseException | None) -> None:
+    def _recover(
+        self, fingerprint: bytes, found: dict[OffloadKey, tuple[int, int]] | None, error: BaseException | None
+    ) -> None:
         empty = np.ones(self.index.num_slots, np.bool_)
         # A reset may have happened since: the recovered blocks belong to an older epoch then.
-        if (
-            found is not None
-            and found.keys
-            and self.namespace is not None
-            and found.fingerprint == self.namespace.fingerprint
-        ):
-            slots = np.array(found.slots, np.int64)
+        if found and self.namespace is not None and fingerprint == self.namespace.fingerprint:
+            slots = np.array([slot for slot, _ in found.values()], np.int64)
+            sequences = np.array([sequence for _, sequence in found.values()], np.uint64)
             empty[slots] = False
-            self.announce_stored(self.index.merge(found.keys, slots, np.array(found.sequences, np.uint64)))
+            self.announce_stored(self.index.merge(list(found), slots, sequences))
         self.index.add_free(np.flatnonzero(empty))
         self._recovered = True
 

@@ -34,7 +34,7 @@ def handler(
 ) -> CudaCopyHandler:
     cache = cache or kv.canonical()
     layout = RowLayout.of(cache)
-    rows = SharedRegion.create(20, layout.row_bytes, prefault=False).array
+    rows = SharedRegion.create(20, layout.row_bytes).array
     return CudaCopyHandler(cache, PinnedRows(rows, api), layout, direction, api.kernel, **options)
 
 
@@ -135,7 +135,7 @@ def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_byte
     api = FakeCuda(instant=False)
     cache = many_layers(page_bytes, 3)
     layout = RowLayout.of(cache)
-    rows = SharedRegion.create(12, layout.row_bytes, prefault=False).array
+    rows = SharedRegion.create(12, layout.row_bytes).array
     pinned = PinnedRows(rows, api)
     store, load = (
         CudaCopyHandler(

@@ -26,7 +26,7 @@ MAPS = Path("/proc/self/maps")
 
 
 def rows_of(num_rows: int, stride: int = PAGE) -> NDArray[np.uint8]:
-    return SharedRegion.create(num_rows, stride, prefault=False).array
+    return SharedRegion.create(num_rows, stride).array
 
 
 # --------------------------------------------------------------------------------------------------------------- ranges

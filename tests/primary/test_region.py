@@ -231,7 +231,7 @@ if moment == "created": region._agree = here
 if moment == "sized": region.os.pwrite = here
 if moment == "agreed": region._take_slot = here
 if moment == "slot taken": region.SharedRegion.__init__ = here
-if moment == "prefaulting": region.populate = here
+if moment == "prefaulting": region.prefault = here
 side = region.SharedRegion.open_shared("engine-0", 16, 5000, sides=2, directory=directory)
 side.array[0] = 99
 if moment == "both": other = region.SharedRegion.open_shared("engine-0", 16, 5000, sides=2, directory=directory)

@@ -41,16 +41,12 @@ class CollectionLease:
         store: the open store.
         place: the bucket, for messages.
         clock: function that returns seconds since 1970, compared with the service's times; default: this machine's.
-        seconds: seconds for which the lease holds without a renewal; default: :data:`SECONDS`.
     """
 
-    def __init__(
-        self, store: ObjectStore, place: str, clock: Callable[[], float] = time.time, seconds: float = SECONDS
-    ) -> None:
+    def __init__(self, store: ObjectStore, place: str, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._place = place
         self._clock = clock
-        self._seconds = seconds
         self._content = f"{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}".encode()
         self._held = False
         self._problem: StoreError | None = None
@@ -97,7 +93,7 @@ class CollectionLease:
     def _acquire(self) -> None:
         self._problem = None
         found = self._store.read_version(NAME)
-        if found is not None and abs(self._clock() - found.modified) < self._seconds:
+        if found is not None and abs(self._clock() - found.modified) < SECONDS:
             raise self._taken(found.content)
         if found is not None:
             self._store.remove_version(NAME, found.version)
@@ -108,7 +104,7 @@ class CollectionLease:
 
     def _taken(self, content: bytes | None) -> TemporaryStoreError:
         """Return the error about a lease with this content; None: the holder is not known."""
-        minutes = f"{self._seconds / 60:.0f} minutes"
+        minutes = f"{SECONDS / 60:.0f} minutes"
         if content is not None and not _CONTENT.fullmatch(content):
             return TemporaryStoreError(
                 f"documents/{NAME} of {self._place} is damaged or was written by another program; if no kv-tiering gc "
@@ -121,7 +117,7 @@ class CollectionLease:
         )
 
     async def _keep(self) -> None:
-        pause, failed = self._seconds / 4, 0
+        pause, failed = SECONDS / 4, 0
         while self._held and self._problem is None:
             await asyncio.sleep(pause)
             try:

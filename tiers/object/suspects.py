@@ -146,7 +146,6 @@ class Suspects:
     Args:
         store: the open store.
         delete: deletes a version of an object; returns False if the object is another version now.
-        machine: this machine; default: found out when the first object is settled.
         clock: function that returns monotonic seconds.
     """
 
@@ -154,12 +153,11 @@ class Suspects:
         self,
         store: NoteStore,
         delete: Callable[[str, str], bool],
-        machine: Machine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._delete = delete
-        self._machine = machine
+        self._machine: Machine | None = None
         self._clock = clock
         self._noted: deque[float] = deque(maxlen=BUDGET)
         self._rests_until = float("-inf")

@@ -101,20 +101,18 @@ def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) 
     int(rows[start : stop : mmap.PAGESIZE].max())
 
 
-def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None, share: Share | None = None) -> None:
+def prefault(flat: NDArray[np.uint8], fd: int, *, share: Share | None = None) -> None:
     """Populate ``flat`` without changing its content; return when all pages are present.
 
     Args:
         flat: the mapping of the file ``fd`` from its start.
         fd: the file.
-        threads: number of threads; default: the number of CPUs, at most 16.
         share: the part to populate; default: all of it.
 
     Raises:
         RegionError: there is not enough memory, or no thread can be started.
     """
     address, nbytes = flat.ctypes.data, flat.nbytes
-    workers = threads or min(16, os.cpu_count() or 1)
     # Huge pages are optional: the kernel refuses them where shared memory may not use them.
     refused = _madvise(address, nbytes, _MADV_HUGEPAGE)
     logger.debug("huge pages for the shared region: %s", os.strerror(refused) if refused else "asked for")
@@ -149,7 +147,7 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, threads: int | None = None, sh
                 failures.append(error)
 
     started = reported = time.monotonic()
-    running = _start_threads(work, min(workers, len(runs)))
+    running = _start_threads(work, min(16, os.cpu_count() or 1, len(runs)))
     for thread in running:
         while thread.is_alive():
             thread.join(_PROGRESS_SECONDS)

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory.filelock import is_held_elsewhere, is_linked, locked, try_lock, unlock
-from tiering.primary.memory.prefault import Share
-from tiering.primary.memory.prefault import prefault as populate
+from tiering.primary.memory.prefault import Share, prefault
 from tiering.primary.memory.room import check_room
 
 logger = logging.getLogger("kv_tiering.region")
@@ -165,13 +164,12 @@ class SharedRegion:
         self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
 
     @classmethod
-    def create(cls, num_rows: int, row_bytes: int, *, prefault: bool = True, share: Share | None = None) -> Self:
+    def create(cls, num_rows: int, row_bytes: int, *, share: Share | None = None) -> Self:
         """Create an anonymous region for one process.
 
         Args:
             num_rows: number of rows.
             row_bytes: size of a row in bytes; rounded up to whole pages.
-            prefault: True (default) to populate all pages now.
             share: the pages to populate; default: all.
 
         Raises:
@@ -187,7 +185,7 @@ class SharedRegion:
         except RegionError:
             os.close(fd)
             raise
-        return region._prefaulted(fd, prefault, share)
+        return region._prefaulted(fd, share)
 
     @classmethod
     def open_shared(
@@ -199,7 +197,6 @@ class SharedRegion:
         sides: int,
         mark: bytes | None = None,
         directory: Path = SHM,
-        prefault: bool = True,
         share: Share | None = None,
         timeout: float = 60.0,
     ) -> Self:
@@ -214,7 +211,6 @@ class SharedRegion:
             sides: number of processes, or parts of one, that map the region.
             mark: :data:`MARK_BYTES` bytes, not all zero, that this side shows to the others; default: none.
             directory: directory of the region's file; default /dev/shm.
-            prefault: True (default) to populate all pages now.
             share: the pages to populate, for a side that uses only some; default: all. One side must populate all.
             timeout: time limit for another side to finish its change of the header, in seconds; default 60.
 
@@ -250,15 +246,14 @@ class SharedRegion:
                     region.close()
                 raise
             os.close(fd)  # another side swept or completed the region between opening and locking
-        return region._prefaulted(fd, prefault, share)
+        return region._prefaulted(fd, share)
 
-    def _prefaulted(self, fd: int, prefault: bool, share: Share | None) -> Self:
-        if prefault:
-            try:
-                populate(self.array.reshape(-1), fd, share=share)
-            except RegionError:
-                self.close()
-                raise
+    def _prefaulted(self, fd: int, share: Share | None) -> Self:
+        try:
+            prefault(self.array.reshape(-1), fd, share=share)
+        except RegionError:
+            self.close()
+            raise
         return self
 
     @property
