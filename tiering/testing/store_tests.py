@@ -27,28 +27,16 @@ from tiering.testing.frames import block_to_get, block_to_put, frame_bytes, is_v
 DOCUMENT = "conformance-1.json"
 
 
-class BlockStoreTests(ABC):
-    """The tests that every store must pass.
+class RawMedium(ABC):
+    """A test's medium, which the raw methods reach without what is tested: nothing is checked against itself."""
 
-    The store is never checked against itself: :meth:`raw_read`, :meth:`raw_write` and :meth:`raw_delete` reach the
-    medium without it.
-    """
-
-    block_bytes: ClassVar[int] = 64 << 10
-    """Bytes of the largest payload; default: 64 KiB."""
     shared: ClassVar[bool] = False
     """True if several processes share the medium and places are names; default: False, places are slots.
 
-    Shared media are also tested for probe, delete and reclaim.
+    Shared media are also tested for probe, delete and reclaim, and for resets, which leave the others their blocks.
     """
     persistent: ClassVar[bool] = True
-    """True if a store that is made later finds the blocks of a closed one; default: True."""
-    documents: ClassVar[bool] = True
-    """True if the store keeps documents; default: True."""
-
-    @abstractmethod
-    def make_store(self) -> BlockStore:
-        """Return a store that is not open. All calls in one test return stores on the same medium."""
+    """True if the blocks of what is closed are found by what is made later; default: True."""
 
     @abstractmethod
     def raw_read(self, place: Place) -> bytes | None:
@@ -64,6 +52,19 @@ class BlockStoreTests(ABC):
     @abstractmethod
     def raw_delete(self, place: Place) -> None:
         """Remove the content of ``place``, or wipe the slot."""
+
+
+class BlockStoreTests(RawMedium):
+    """The tests that every store must pass."""
+
+    block_bytes: ClassVar[int] = 64 << 10
+    """Bytes of the largest payload; default: 64 KiB."""
+    documents: ClassVar[bool] = True
+    """True if the store keeps documents; default: True."""
+
+    @abstractmethod
+    def make_store(self) -> BlockStore:
+        """Return a store that is not open. All calls in one test return stores on the same medium."""
 
     def place(self, number: int) -> Place:
         """Return a place of its own for each number from 0 to 63."""

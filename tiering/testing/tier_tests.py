@@ -6,7 +6,7 @@ It tests the guarantees of :mod:`tiering.secondary.contract`, also while the med
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -16,27 +16,17 @@ from tiering.api.keys import OffloadKey
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.keys import key_of
+from tiering.testing.store_tests import RawMedium
 from tiering.testing.tier_rig import PATIENCE_SECONDS, REQUEST, TierRig
 
 K = [key_of(number) for number in range(32)]
 
 
-class TierTests(ABC):
-    """The tests that every tier must pass.
-
-    A subclass makes tiers in :meth:`make_tier`, all on this test's medium. Its raw methods reach that medium without
-    the tier.
-    """
+class TierTests(RawMedium):
+    """The tests that every tier must pass; a subclass makes tiers in :meth:`make_tier`, all on this test's medium."""
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
     """Bytes of a block, per KV-cache group; default: 64 KiB and 16 KiB."""
-    persistent: ClassVar[bool] = True
-    """True if a tier that is made later finds the stored blocks; default: True."""
-    shared: ClassVar[bool] = False
-    """True if several tiers use the medium at the same time; default: False.
-
-    A reset of one of them leaves the others their blocks.
-    """
 
     @abstractmethod
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
@@ -45,18 +35,6 @@ class TierTests(ABC):
     @abstractmethod
     def raw_places(self) -> Sequence[Place]:
         """Return the places at which the medium has blocks now, old and new."""
-
-    @abstractmethod
-    def raw_read(self, place: Place) -> bytes | None:
-        """Return the frame at ``place``, header first; None if there is none."""
-
-    @abstractmethod
-    def raw_write(self, place: Place, data: bytes) -> None:
-        """Replace the content of ``place`` by ``data``."""
-
-    @abstractmethod
-    def raw_delete(self, place: Place) -> None:
-        """Remove the content of ``place``."""
 
     def _frame(self, place: Place) -> bytes:
         frame = self.raw_read(place)
