@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,11 +58,8 @@ _LONGEST_WAIT = 0.05
 _LOG_PERIOD = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class _TaskDone:
-    task: IoTask
-    result: Any
-    error: BaseException | None
+_TaskDone = tuple[IoTask, Any, BaseException | None]
+"""A task, its result and its error."""
 
 
 class IoHost:
@@ -204,10 +200,11 @@ class IoHost:
             if isinstance(item, TransferJob):
                 jobs.append(item)
                 continue
+            task, result, error = item
             try:
-                item.task.on_done(item.result, item.error)
+                task.on_done(result, error)
             except Exception:
-                _log.exception("tier %s: processing the result of task %s failed", self.name, item.task.name)
+                _log.exception("tier %s: processing the result of task %s failed", self.name, task.name)
         self._reported += len(jobs)
         return jobs
 
@@ -394,7 +391,7 @@ class IoHost:
         except BaseException as error:
             release_frames(error)
             failure = error
-        self._end(_TaskDone(task, result, failure))
+        self._end((task, result, failure))
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -411,7 +408,7 @@ class IoHost:
             self._fail(unit, error)
 
     def _refuse(self, task: IoTask, error: StoreError) -> None:
-        self._end(_TaskDone(task, None, error))
+        self._end((task, None, error))
 
     def _fail(self, unit: Unit, error: StoreError | None) -> None:
         """End a unit that no thread runs; ``error`` is None for a unit without blocks."""
@@ -432,9 +429,6 @@ class IoHost:
 
     def _end(self, item: TransferJob | _TaskDone) -> None:
         self._ended.append(item)
-        self._tell()
-
-    def _tell(self) -> None:
         self._news.set()
         self._announce()
 
