@@ -1,4 +1,4 @@
-"""Queues of a simulated medium: when its loads and its stores begin and end.
+"""Speed of a simulated medium, and the queue of its stores: when they begin and end.
 
 Each direction moves one job after the other. :mod:`tiering.replay.model` describes the duration of a job.
 """
@@ -37,30 +37,6 @@ class Speed:
         return max(self.latency + moved / self.bytes_per_second, waves * self.latency)
 
 
-class LoadQueue:
-    """The loads of one medium; a load's end is certain when it is submitted.
-
-    Args:
-        speed: speed of the medium.
-    """
-
-    def __init__(self, speed: Speed) -> None:
-        self._speed = speed
-        self.free_at = 0.0
-        """Time at which all submitted loads will have ended."""
-        self.jobs = 0
-        """Number of loads submitted."""
-        self.blocks = 0
-        """Number of blocks moved."""
-
-    def add(self, start: float, blocks: int, moved: int) -> float:
-        """Add a load that begins at ``start``, and return its duration in seconds."""
-        seconds = self._speed.seconds(blocks, moved)
-        self.free_at = start + seconds
-        self.blocks += blocks
-        return seconds
-
-
 @dataclass(slots=True, eq=False)
 class _Store:
     """One store that has not ended."""
@@ -91,8 +67,6 @@ class StoreQueue:
         self._waiting: dict[int, _Store] = {}
         self._ended: list[TransferJob] = []
         self._last_end = 0.0
-        self.jobs = 0
-        """Number of stores submitted."""
         self.blocks = 0
         """Number of blocks written."""
         self.written_bytes = 0
@@ -102,7 +76,6 @@ class StoreQueue:
 
     def submit(self, job: TransferJob, now: float) -> None:
         """Add a store, which begins at once if the medium writes nothing."""
-        self.jobs += 1
         store = _Store(job, len(job.moved), sum(job.sizes))
         if self._running is None:
             self._begin(store, now)

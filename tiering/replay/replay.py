@@ -431,7 +431,7 @@ class Replay:
         if months:
             traffic = (
                 io.stores.blocks / 1e6 * prices.dollars_per_million_writes
-                + (io.loads.blocks + io.probes) / 1e6 * prices.dollars_per_million_reads
+                + (io.stats.requests - io.stores.blocks) / 1e6 * prices.dollars_per_million_reads
                 + io.stats.read_bytes / GIB * prices.dollars_per_gib_read
             )
             dollars += traffic / months
@@ -442,7 +442,7 @@ class Replay:
             hit_rate=hits / self._blocks if self._blocks else 0.0,
             bytes_read=io.stats.read_bytes,
             bytes_written=io.stats.written_bytes,
-            requests=io.loads.blocks + io.stores.blocks + io.probes,
+            requests=io.stats.requests,
             blocks_declined=stats["stores_declined"],
             blocks_dropped=stats["stores_dropped"] + stats["stores_evicted"] + stats["cascades_failed"],
             loads_overdue=stats["loads_overdue"],

@@ -17,7 +17,7 @@ from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.messages import IoTask
 from tiering.replay.model import MediumModel
-from tiering.replay.queues import LoadQueue, Speed, StoreQueue
+from tiering.replay.queues import Speed, StoreQueue
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BlockTierOptions
 
@@ -118,7 +118,8 @@ class SimulatedStore(BlockStore):
 class SimulatedIo:
     """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
 
-    Loads and stores have one queue each (:mod:`tiering.replay.queues`).
+    Loads and stores have one queue each. The end of a load is certain when it is submitted; that of a store is not
+    (:mod:`tiering.replay.queues`).
 
     Args:
         name: name of the tier.
@@ -142,14 +143,13 @@ class SimulatedIo:
         self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
         at_once = options.depth.start
-        self.loads = LoadQueue(Speed(model.read_bytes_per_second, model.latency, at_once))
-        """Queue of the loads, each with an end that is certain when it is submitted."""
+        self._load_speed = Speed(model.read_bytes_per_second, model.latency, at_once)
+        self._loaded_at = 0.0
+        """Time at which all submitted loads will have ended."""
         self.stores = StoreQueue(Speed(model.write_bytes_per_second, model.latency, at_once), bytes_ratio)
         """Stores to the medium."""
         self.load_depth = self.store_depth = at_once
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
-        self.probes = 0
-        """Number of probes."""
         self.model = model
         """Speed and price of the medium."""
         self.bytes_ratio = bytes_ratio
@@ -184,26 +184,24 @@ class SimulatedIo:
         if not job.is_promotion:
             self.stores.submit(job, now)
             return
-        queue, stats = self.loads, self.stats
-        queue.jobs += 1
-        start = max(now, queue.free_at)
+        stats, start = self.stats, max(now, self._loaded_at)
+        failure: Outcome | None = None
         if start >= job.deadline:
-            overdue = OverdueError("the load waited longer than the tier's deadline")
-            self._add_load(job, max(job.deadline, now), overdue)
-            return
-        blocks, moved = len(job.moved), int(sum(job.sizes) * self.bytes_ratio)
-        stats.read_seconds += queue.add(start, blocks, moved)
-        stats.requests += blocks
-        stats.read_bytes += moved
-        self._add_load(job, queue.free_at, None)
-
-    def _add_load(self, job: TransferJob, end: float, failure: Outcome | None) -> None:
+            failure, end = OverdueError("the load waited longer than the tier's deadline"), max(job.deadline, now)
+        else:
+            blocks, moved = len(job.moved), int(sum(job.sizes) * self.bytes_ratio)
+            seconds = self._load_speed.seconds(blocks, moved)
+            self._loaded_at = end = start + seconds
+            stats.read_seconds += seconds
+            stats.requests += blocks
+            stats.read_bytes += moved
+        ends, request = self.clock.load_ends, job.req_context.req_id
+        ends[request] = max(self._loaded_at, ends.get(request, 0.0))
         heapq.heappush(self._loads, (end, next(self._order), job, failure))
 
     def run(self, task: IoTask) -> None:
         result, error = None, None
         if task.name == "probe":
-            self.probes += 1
             self.stats.requests += 1
         try:
             result = task.run()
@@ -240,11 +238,11 @@ class SimulatedIo:
     def _stored(self, now: float) -> list[TransferJob]:
         """Return the stores that have ended, and hold their blocks."""
         stores, stats = self.stores, self.stats
-        before = stores.blocks
         ended = stores.take_ended(now)
         for job in ended:
-            self.store.hold(list(compress(job.places, [outcome is Done.DONE for outcome in job.outcomes])))
-        stats.requests += stores.blocks - before
+            written = list(compress(job.places, [outcome is Done.DONE for outcome in job.outcomes]))
+            self.store.hold(written)
+            stats.requests += len(written)
         stats.written_bytes, stats.written_seconds = stores.written_bytes, stores.written_seconds
         return ended
 

@@ -122,10 +122,7 @@ def _tier(
     io = SimulatedIo(name, store, model.medium(options), options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
-        shared = SharedIndex(
-            present_ttl=words.present_ttl, absent_ttl=words.absent_ttl, lookup_deadline=words.lookup_deadline
-        )
-        return SimulatedTier(context, options, shared, io)
+        return SimulatedTier(context, options, SharedIndex.of(words), io)
     if options.capacity is None:
         raise ConfigError(f"secondary[{index}].capacity: is missing; a replay needs the size of the tier {name}")
     blocks = options.capacity // (block_bytes + SLOT_HEADER_BYTES)

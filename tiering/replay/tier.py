@@ -1,4 +1,4 @@
-"""A block tier in simulated time, which records when its loads end and how long it serves nothing."""
+"""A block tier in simulated time, which records how long it serves nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiering.block_tier.tier import BlockTier
 from tiering.index.tier_index import TierIndex
 from tiering.medium.layers.breaker import BreakerState
 from tiering.replay.simulated import SimulatedIo, SimulatedStore
-from tiering.secondary.contract import JobResult, TierContext, TransferJob
+from tiering.secondary.contract import JobResult, TierContext
 from tiering.secondary.options import BlockTierOptions
 
 
@@ -29,13 +29,6 @@ class SimulatedTier(BlockTier):
         self._out_of_service = 0.0
         self._out_since: float | None = None
         super().__init__(context, options, io.store, index, place_prefix=lambda namespace: "", io=io)
-
-    def submit_load(self, job: TransferJob) -> None:
-        submitted = self.io.loads.jobs
-        super().submit_load(job)
-        if self.io.loads.jobs > submitted:
-            ends, request = self.io.clock.load_ends, job.req_context.req_id
-            ends[request] = max(self.io.loads.free_at, ends.get(request, 0.0))
 
     def get_finished(self) -> Iterable[JobResult]:
         finished, now = super().get_finished(), self._clock()
