@@ -87,7 +87,7 @@ class SizeAdvisor:
 
     def __init__(self, capacities: Mapping[str, int], sample: int = SAMPLE) -> None:
         self._capacities = {
-            name: [self._scaled(blocks, factor) for factor in FACTORS] for name, blocks in capacities.items()
+            name: [max(1, int(blocks * factor)) for factor in FACTORS] for name, blocks in capacities.items()
         }
         self._sample = sample
         self._shards = self._empty_shards()
@@ -111,10 +111,6 @@ class SizeAdvisor:
         if tier in self._capacities:
             self._capacities[tier] = [size + blocks for size in self._capacities[tier]]
             self._shards = self._empty_shards()
-
-    @staticmethod
-    def _scaled(blocks: int, factor: float) -> int:
-        return max(1, int(blocks * factor))
 
     @property
     def accesses(self) -> int:

@@ -106,7 +106,7 @@ class Directory:
         return ("SET", f"{self.name}:fill", self.owner, "NX", "PX", FILL_MS)
 
     def _run(self, script: str, *arguments: Word) -> tuple[Word, ...]:
-        return ("EVALSHA", sha_of(script), 1, self.name, *arguments)
+        return ("EVALSHA", _SHAS[script], 1, self.name, *arguments)
 
     # ---------------------------------------------------------------------------------------------------------- replies
 
@@ -147,11 +147,6 @@ _SHAS = {script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest(
 
 SCRIPTS = {sha: script for script, sha in _SHAS.items()}
 """The scripts, by their names in the server once they are loaded."""
-
-
-def sha_of(script: str) -> str:
-    """Return the name of ``script`` in the server once it is loaded."""
-    return _SHAS[script]
 
 
 def load_scripts() -> list[tuple[Word, ...]]:

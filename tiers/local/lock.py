@@ -201,10 +201,6 @@ class DirectoryLock:
             "stop that process, or give this engine a path (or a data-parallel replica) of its own"
         )
 
-    def _drop(self) -> None:
-        """Release the lock in a child made by fork; the parent's lock must end with the parent."""
-        self.release()
-
 
 def _name_owner(fd: int) -> bool:
     """Write this process into a lock file as the owner; return False if the file system takes no writes."""
@@ -283,7 +279,7 @@ def _after_fork() -> None:
     global _guard  # noqa: PLW0603 - a thread of the parent may hold it
     _guard = threading.Lock()
     for lock in list(_held):
-        lock._drop()
+        lock.release()  # the parent's lock must end with the parent
 
 
 os.register_at_fork(after_in_child=_after_fork)

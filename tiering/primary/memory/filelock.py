@@ -85,8 +85,6 @@ def locked(fd: int, at: int, deadline: float) -> Iterator[None]:
 def is_linked(fd: int, path: Path) -> bool:
     """Return True if ``path`` still names the file behind ``fd``."""
     try:
-        there = path.lstat()
+        return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
         return False
-    here = os.fstat(fd)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
