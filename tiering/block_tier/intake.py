@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import compress, islice
 from typing import Literal
@@ -49,10 +48,12 @@ MAX_REMEMBERED = 1 << 16
 """Maximum number of offered blocks that are remembered; the oldest is dropped."""
 
 
-class Admission(ABC):
-    """Admission policy, which decides for whole batches from memory, on the scheduler's thread."""
+class Admission:
+    """Admission policy that admits every block.
 
-    @abstractmethod
+    Policies decide for whole batches from memory, on the scheduler's thread.
+    """
+
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
         """Return the positions of the keys to store, in order.
 
@@ -61,6 +62,7 @@ class Admission(ABC):
             req_id: request that the blocks are stored for; empty: no request.
             fill: True if the blocks come from a slower tier; default False.
         """
+        return list(range(len(keys)))
 
     def remember(self, keys: Sequence[OffloadKey]) -> None:
         """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
@@ -85,13 +87,6 @@ class Admission(ABC):
 
     def clear(self) -> None:
         """Drop all that is remembered, for a reset; later decisions are those of a new policy."""
-
-
-class AdmitAll(Admission):
-    """Policy that admits every block."""
-
-    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
-        return list(range(len(keys)))
 
 
 class AdmitNone(Admission):
@@ -227,7 +222,7 @@ class AdmitFillsApart(Admission):
     """
 
     def __init__(self, stores: Admission | None = None, *, never: bool = False) -> None:
-        self._stores = AdmitAll() if stores is None else stores
+        self._stores = Admission() if stores is None else stores
         self._fills = AdmitSecondTouch()
         self._never = never
 
@@ -278,7 +273,7 @@ def make_admission(
         return AdmitNone()
     if word == "second_touch":
         return AdmitFillsApart(AdmitSecondTouch(), never=True) if fill == "none" else AdmitSecondTouch()
-    return AdmitAll() if fill == "all" else AdmitFillsApart(never=fill == "none")
+    return Admission() if fill == "all" else AdmitFillsApart(never=fill == "none")
 
 
 class Intake:
