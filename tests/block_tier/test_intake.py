@@ -1,4 +1,4 @@
-"""The intake of one tier: the bound of what it wants, and what a reset drops."""
+"""The intake of one tier: the bound on blocks that it wants, and a reset."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ class Admission:
         """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
 
     def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
-        """Return those of ``keys`` that were declined before and are admitted now, because ``req_id`` uses them."""
+        """Return the keys that were declined before and are admitted now, because ``req_id`` uses them."""
         return ()
 
     def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return those of ``keys`` that are admitted after their second touch, counting all machines of a fleet."""
+        """Return the keys that are admitted now: they were touched twice, counting all machines of a fleet."""
         return ()
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -277,7 +277,7 @@ def make_admission(
 
 
 class Intake:
-    """Admission policy of one tier, and the blocks that it wants to be offered. Times are monotonic seconds.
+    """Admission policy of one tier, and the blocks that it wants to be offered. Times are in seconds.
 
     Args:
         admission: name of the admission policy.

@@ -28,7 +28,7 @@ DOCUMENT = "conformance-1.json"
 
 
 class RawMedium(ABC):
-    """A test's medium, which the raw methods reach without what is tested: nothing is checked against itself."""
+    """The medium of a test: the raw methods reach it without the store or tier that is tested."""
 
     shared: ClassVar[bool] = False
     """True if several processes share the medium and places are names; default: False, places are slots.
@@ -36,7 +36,7 @@ class RawMedium(ABC):
     Shared media are also tested for probe, delete and reclaim, and for resets, which leave the others their blocks.
     """
     persistent: ClassVar[bool] = True
-    """True if the blocks of what is closed are found by what is made later; default: True."""
+    """True if a store or tier that is made later finds the blocks of a closed one; default: True."""
 
     @abstractmethod
     def raw_read(self, place: Place) -> bytes | None:

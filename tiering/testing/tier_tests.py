@@ -23,7 +23,7 @@ K = [key_of(number) for number in range(32)]
 
 
 class TierTests(RawMedium):
-    """The tests that every tier must pass; a subclass makes tiers in :meth:`make_tier`, all on this test's medium."""
+    """The tests that every tier must pass; a subclass makes tiers, all on this test's medium."""
 
     group_bytes: ClassVar[tuple[int, ...]] = (64 << 10, 16 << 10)
     """Bytes of a block, per KV-cache group; default: 64 KiB and 16 KiB."""
