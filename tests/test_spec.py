@@ -67,7 +67,7 @@ class TestRefused:
             ({"config": STACK, "primary": {"capacity": "1MiB"}}, "primary: is part of a stack"),
             (
                 {"config": STACK, "lazy_ofload": True},
-                "lazy_ofload: unknown; allowed are advisor, block_size, blocks_per_chunk, config",
+                "lazy_ofload: unknown word; did you mean lazy_offload.; allowed are advisor, block_size",
             ),
             ({"config": STACK, "offload_prompt_only": "false"}, "offload_prompt_only: 'false' is not true or false"),
             ({"config": STACK, "block_size": 6}, "block_size: 6 is not a multiple"),

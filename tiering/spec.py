@@ -13,8 +13,9 @@ from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec, 
 from tiering.api.masking import shown_name
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import LoadStoreSpec
+from tiering.config.inline import read_inline
 from tiering.config.stack import open_manager
-from tiering.config.stack_file import StackConfig, load_stack
+from tiering.config.stack_file import StackConfig
 from tiering.copy.contract import OffloadingHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
@@ -26,9 +27,8 @@ from tiering.primary.memory.region import SharedRegion, row_stride
 
 logger = logging.getLogger("kv_tiering.stack")
 
-_STACK_WORDS = frozenset(StackConfig.model_fields)
 _FLAGS = ("offload_prompt_only", "self_describing_kv_events")
-_OWN_WORDS = frozenset({"config", "block_size", "blocks_per_chunk", "sharer_wait", *_FLAGS})
+_OWN_WORDS = frozenset({"block_size", "blocks_per_chunk", "sharer_wait", *_FLAGS})
 
 
 class TieringOffloadingSpec(OffloadingSpec):
@@ -202,24 +202,10 @@ def read_stack(extra: Mapping[str, Any]) -> StackConfig:
     Raises:
         ConfigError: a word is unknown or invalid, the stack is missing, or it is given twice.
     """
-    unknown = sorted(set(extra) - _OWN_WORDS - _STACK_WORDS)
-    if unknown:
-        allowed = ", ".join(sorted(_OWN_WORDS | _STACK_WORDS))
-        raise ConfigError(f"{unknown[0]}: unknown; allowed are {allowed}")
     for word in _FLAGS:
         if not isinstance(extra.get(word, True), bool):
             raise ConfigError(f"{word}: {extra[word]!r} is not true or false")
-    inline = {word: value for word, value in extra.items() if word in _STACK_WORDS}
-    config = extra.get("config")
-    if config is None:
-        if not inline:
-            raise ConfigError(
-                "config: missing; name the stack's YAML file, or write the stack (primary, secondary) in its place"
-            )
-        return load_stack(inline)
-    if inline:
-        raise ConfigError(f"{min(inline)}: is part of a stack, but config names one already; keep one of the two")
-    return load_stack(config)
+    return read_inline(extra, _OWN_WORDS)
 
 
 def _group_bytes(engine: EngineConfig, model: ModelIdentity, group_bytes: Sequence[int] | None) -> tuple[int, ...]:

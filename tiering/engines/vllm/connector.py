@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import vllm
 import vllm.envs
 
 from tiering.advisor.advisor import small_tier
-from tiering.api.namespace import ModelIdentity
 from tiering.config.registry import tier_definition
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.prometheus import OffloadPromMetrics
@@ -44,18 +41,16 @@ from tiering.engines.vllm.geometry import (
     Geometry,
     cache_bytes,
     check_supported,
-    layout_of,
-    read_geometry,
     simple_cache,
     zeroes_early,
 )
 from tiering.engines.vllm.identification import Identification, note_files
-from tiering.engines.vllm.identity import hash_seed, overrides
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
 from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
+from tiering.engines.vllm.model import geometry_of, kind_of, model_identity
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError, RegionError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
@@ -78,10 +73,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.sched import output as scheduler_output  # noqa: E402
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind  # noqa: E402
 
 from tiering.engines.vllm.scheduler_side import SchedulerSide  # noqa: E402
 from tiering.engines.vllm.stats import TieringConnectorStats, prom_metrics  # noqa: E402
@@ -116,9 +109,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
                 f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; "
                 "if MultiConnector names it twice, write all tiers into one stack"
             )
-        check_supported(vllm_config, kv_cache_config, _kind_of, TransferResults is not None, _hands_over_states())
-        _, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        geometry = read_geometry(vllm_config, kv_cache_config, _kind_of, int(hash_block_size))
+        check_supported(vllm_config, kv_cache_config, kind_of, TransferResults is not None, _hands_over_states())
+        geometry = geometry_of(vllm_config, kv_cache_config)
         self._several_groups = len(geometry.engine.groups) > 1
         self._in_process = not getattr(vllm.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
         self._ledger = LoadLedger()
@@ -292,21 +284,10 @@ def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> T
 
     Until the scheduler's side has identified the weights, the model's identity is unique to this engine.
     """
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    seed = hash_seed(algorithm, os.environ.get("PYTHONHASHSEED"), kv_cache_utils.DEFAULT_NONE_HASH_SEED)
-    model_config = vllm_config.model_config
-    model = ModelIdentity(
-        name=str(model_config.model),
-        weights=f"engine {geometry.engine.engine_id}",
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        layout=layout_of(geometry, vllm_config, _memory_order(vllm_config, kv_cache_config), seed),
-        overrides=overrides(vllm_config, ".".join(vllm.__version__.split(".")[:2])),
-        volatile_scales=bool(getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
-    )
     return TieringOffloadingSpec(
         geometry.engine,
         vllm_config.kv_transfer_config.kv_connector_extra_config,
-        model=model,
+        model=model_identity(vllm_config, kv_cache_config, geometry),
         group_bytes=geometry.group_bytes,
         rank=geometry.rank,
         replicated=geometry.replicated,
@@ -319,26 +300,6 @@ def _hands_over_states() -> bool:
     """Return True if this vLLM names the blocks that have the states which its prefix cache keeps."""
     described = getattr(scheduler_output, "KVConnectorBlockState", None)
     return "boundary_state_offloads" in getattr(described, "__annotations__", {})
-
-
-def _kind_of(spec: Any) -> str:
-    return str(get_kv_cache_spec_kind(spec).value)
-
-
-def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return the order of dimensions in a page, and the settings that affect the packing of K and V."""
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
-        vllm_config.cache_config, "kv_cache_layout", None
-    )
-    attention = getattr(vllm_config, "attention_config", None)
-    backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
-    device = (
-        current_platform.get_device_name() if not current_platform.is_cpu() else torch.backends.cpu.get_cpu_capability()
-    )
-    per_kind = getattr(attention, "backend_per_kind", None) or {}
-    return (
-        f"{layout}, {current_platform.device_type} {device}, attention {backend} {sorted(map(str, per_kind.items()))}"
-    )
 
 
 def _publishes_events(vllm_config: Any) -> bool:

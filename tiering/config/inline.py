@@ -1,0 +1,94 @@
+"""Stacks inside another dictionary: that of a connector, or of one of vLLM's own secondary tiers.
+
+The dictionary has words of its own, and either ``config`` (a stack file, or its content as a mapping) or the stack's
+own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from tiering.config.problems import Problem, refuse, unknown_word
+from tiering.config.stack_file import HintOptions, StackConfig, load_stack
+from tiering.errors import ConfigError
+
+TIER_CLASS = "KVTieringTier"
+"""Name of the class that vLLM's own tiering loads, together with :data:`TIER_MODULE`."""
+
+TIER_MODULE = "tiering.engines.vllm_tier"
+"""Module of the class."""
+
+TIER_TYPE = "kv_tiering"
+"""Name of the class in vLLM's registry of tiers, in which its plugin enters it."""
+
+_TIER_WORDS = frozenset({"type", "module_path", "locality", "backpressure"})
+_LOCALITIES = ("LOCAL", "REMOTE")
+_STACK_WORDS = frozenset(StackConfig.model_fields)
+
+
+def read_inline(given: Mapping[str, Any], own_words: Collection[str]) -> StackConfig:
+    """Return the stack that a dictionary names or contains. Opens nothing.
+
+    Args:
+        given: the dictionary.
+        own_words: its words beside ``config`` and the words of a stack.
+
+    Raises:
+        ConfigError: a word is unknown or invalid, the stack is missing, or it is given twice.
+    """
+    allowed = sorted({"config", *own_words, *_STACK_WORDS})
+    for word in sorted(map(str, given)):
+        if word not in allowed:
+            raise ConfigError(f"{word}: {unknown_word(word, allowed)}")
+    inline = {word: value for word, value in given.items() if word in _STACK_WORDS}
+    config = given.get("config")
+    if config is None:
+        if not inline:
+            raise ConfigError(
+                "config: missing; name the stack's YAML file, or write the stack (primary, secondary) in its place"
+            )
+        return load_stack(inline)
+    if inline:
+        raise ConfigError(f"{min(inline)}: is part of a stack, but config names one already; keep one of the two")
+    return load_stack(config)
+
+
+def read_tier(given: Mapping[str, Any]) -> StackConfig:
+    """Return the stack of a dictionary in the ``secondary_tiers`` of vLLM's own tiering. Opens nothing.
+
+    Raises:
+        ConfigError: the dictionary is invalid, or the stack has a word that has no effect there.
+    """
+    stack = read_inline(given, _TIER_WORDS)
+    locality = given.get("locality")
+    if locality is not None and locality not in _LOCALITIES:
+        raise ConfigError(f"locality: {locality!r} is not allowed: it should be LOCAL or REMOTE")
+    if problems := list(_without_effect(stack)):
+        refuse("the tier of vLLM's own tiering", problems)
+    return stack
+
+
+def _without_effect(stack: StackConfig) -> Iterator[Problem]:
+    """Yield the words that only a connector of this project can honour, and the lack of a secondary tier."""
+    if stack.mode != "tiering":
+        yield Problem(("mode",), f"{stack.mode} needs the TieringConnector; leave it out")
+        return
+    if not stack.secondary:
+        yield Problem(("secondary",), "is missing: vLLM has a CPU tier of its own; name at least one slower tier")
+    if stack.primary.inclusion != "inclusive":
+        text = "exclusive needs the TieringConnector, which sees the GPU's own cache; leave it out"
+        yield Problem(("primary", "inclusion"), text)
+    if stack.events:
+        yield Problem(("events",), "has no effect in vLLM: --kv-events-config decides; leave it out")
+    if stack.record_trace is not None:
+        yield Problem(("record_trace",), "needs the TieringConnector, which sees the prompts; leave it out")
+    if stack.hints != HintOptions():
+        yield Problem(("hints",), "needs the TieringConnector, which sees the sessions; leave it out")
+
+
+def is_tier(given: Mapping[str, Any]) -> bool:
+    """Return True if a dictionary in vLLM's ``secondary_tiers`` names the tier of this project."""
+    return given.get("type") == TIER_TYPE or (
+        given.get("type") == TIER_CLASS and given.get("module_path") == TIER_MODULE
+    )
