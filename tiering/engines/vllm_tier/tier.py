@@ -1,0 +1,303 @@
+"""The class that vLLM's own tiering loads: a secondary tier that is a whole stack of this project.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592,
+        "secondary_tiers": [{"type": "KVTieringTier", "module_path": "tiering.engines.vllm_tier",
+          "config": "stack.yaml"}]}}'
+
+The stack's ``primary`` is memory of this project's own, through which all blocks pass
+(:mod:`tiering.engines.vllm_tier.manager_thread`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.tiering import base as tiers
+
+from tiering.config.inline import read_tier
+from tiering.config.registry import tier_definition
+from tiering.config.stack import open_manager
+from tiering.config.stack_file import StackConfig
+from tiering.engines.vllm.logging import share_logging
+from tiering.engines.vllm.lookup import StartupError
+from tiering.engines.vllm_tier.identity import Identified, identify, unidentified
+from tiering.engines.vllm_tier.interface import (
+    configurations,
+    context_of,
+    event_for,
+    facts,
+    groups_of,
+    job_of,
+    result_for,
+)
+from tiering.engines.vllm_tier.manager_thread import Answers, ManagerThread
+from tiering.engines.vllm_tier.metrics import TierCounters, definitions
+from tiering.errors import ConfigError
+from tiering.runtime.forks import inert_in_children
+from tiering.secondary.contract import JobResult
+
+logger = logging.getLogger("kv_tiering.vllm")
+share_logging(logging.getLogger("vllm"))
+
+_HIT, _MISS, _RETRY = base.LookupResult.HIT, base.LookupResult.MISS, base.LookupResult.RETRY
+_NEW = object()
+_NOTHING: Answers = {}
+_JOIN_SECONDS = 5.0
+"""Seconds beyond the stack's ``shutdown_deadline`` for which a shutdown waits."""
+
+
+class _ForkedTier:
+    """The tier in a forked child, which has none of its parent's threads: every lookup misses, and every job fails."""
+
+    _results: deque[JobResult]
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        return _MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._results.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._results.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
+
+    def touch(self, keys: Any, req_context: Any) -> None: ...
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return base.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None: ...
+
+    def on_schedule_end(self, context: Any) -> None: ...
+
+    def drain_jobs(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
+    """A stack of tiers behind vLLM's CPU tier.
+
+    Args:
+        offloading_spec: vLLM's summary of its configuration.
+        primary_kv_view: rows of vLLM's CPU tier.
+        tier_type: name of the tier in vLLM's dictionary.
+        backpressure_detector: vLLM's detector of slow stores; default: none.
+        words: the other words of vLLM's dictionary: ``config`` or the words of a stack, and ``locality``.
+
+    Raises:
+        TieringError: the dictionary is invalid, or there is too little memory. Raised at the start.
+    """
+
+    medium = base.Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **words: Any,
+    ) -> None:
+        further = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
+        super().__init__(
+            offloading_spec=offloading_spec, primary_kv_view=primary_kv_view, tier_type=tier_type, **further
+        )
+        stack = read_tier(words)
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        config = offloading_spec.config
+        found = _identified(offloading_spec, rows.shape[1], sys._getframe(1))
+        publishes = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        persistent = any(tier_definition(tier.type).persistent for tier in stack.secondary)
+        self._identification = found.identification if persistent else None
+        self._answers: dict[str, Answers] = {}
+        self._asked: dict[str, list[Any]] = {}
+        self._refused: deque[JobResult] = deque()
+        if self._identification is not None:
+            self._identification.start()
+        try:
+            manager = open_manager(
+                stack,
+                [rows.shape[1]] * groups_of(config),
+                found.model,
+                replica=found.replica,
+                enable_events=publishes,
+                identify=found if persistent else None,
+            )
+        except BaseException:
+            self._stop_identification()
+            raise
+        try:
+            self._thread = ManagerThread(
+                manager,
+                rows,
+                window=_window(stack, manager.primary_tier.num_rows),
+                prefix_groups=found.prefix_groups,
+                reads_events=publishes,
+                patience=stack.shutdown_deadline + _JOIN_SECONDS,
+            )
+            self._thread.start()
+        except BaseException:
+            self._stop_identification()
+            manager.shutdown()
+            raise
+        if persistent and found.reason:
+            logger.warning("%s; no tier that outlives the process is used", found.reason)
+        self._results = self._thread.results
+        self._counters = TierCounters()
+        self._set_place(stack, words.get("locality"))
+        inert_in_children(self, _ForkedTier)
+
+    def _set_place(self, stack: StackConfig, locality: str | None) -> None:
+        """Set where vLLM shall say that hits of this tier come from; tiers of several kinds have no common place."""
+        remote = {tier_definition(tier.type).distance == "network" for tier in stack.secondary}
+        if locality is not None:
+            self.locality = base.Locality(locality)
+        elif len(remote) == 1:
+            self.locality = base.Locality.REMOTE if remote == {True} else base.Locality.LOCAL
+        sources = getattr(tiers, "CacheHitSource", None)
+        if sources is not None and remote != {False}:
+            self.cache_hit_source = sources.EXTERNAL_UNSPECIFIED  # vLLM has no source for object stores
+
+    # ----------------------------------------------------------------------------------------------------------- lookup
+
+    def on_new_request(self, req_context: Any) -> Any:
+        self._answers[req_context.req_id] = self._thread.begin(context_of(req_context))
+        return base.RequestOffloadingContext()
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        answers = self._answers.get(req_context.req_id, _NOTHING)
+        found = answers.get(key, _NEW)
+        if found is True:
+            return _HIT
+        if found is False or answers is _NOTHING or self._thread.failed:
+            return _MISS
+        if found is _NEW:
+            answers[key] = None
+            self._asked.setdefault(req_context.req_id, []).append(key)
+        return _RETRY
+
+    def on_schedule_end(self, context: Any) -> None:
+        if self._asked:
+            asked, self._asked = self._asked, {}
+            for req_id, keys in asked.items():
+                self._thread.look_up(req_id, keys)
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        self._thread.touch(tuple(keys), context_of(req_context))
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._asked.pop(req_context.req_id, None)
+        if self._answers.pop(req_context.req_id, None) is not None:
+            self._thread.finish(context_of(req_context))
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._submit(job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        answers = self._answers.get(job_metadata.req_context.req_id, _NOTHING)
+        for key in job_metadata.keys:  # a later lookup of the same block begins anew
+            answers.pop(key, None)
+        self._submit(job_metadata)
+
+    def _submit(self, job_metadata: Any) -> None:
+        if self._thread.failed:
+            self._refused.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
+        else:
+            self._thread.submit(job_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        return [result_for(tiers.JobResult, result) for result in _taken(self._refused, self._results)]
+
+    def drain_jobs(self) -> None:
+        """Wait until vLLM's rows are not touched any more, and leave the epoch, because vLLM's cache is being reset.
+
+        No job waits for a medium, so this takes milliseconds whatever the media do.
+        """
+        self._thread.drain()
+        self._asked.clear()
+        for answers in self._answers.values():
+            answers.clear()
+
+    def shutdown(self) -> None:
+        """Store what is queued within the stack's ``shutdown_deadline``, and release the memory."""
+        self._stop_identification()
+        self._thread.stop()
+
+    def _stop_identification(self) -> None:
+        if self._identification is not None:
+            self._identification.stop()
+
+    # ------------------------------------------------------------------------------------------------- events, counters
+
+    def take_events(self) -> Iterable[Any]:
+        return [
+            event_for(base.OffloadingEvent, base.Medium, base.Locality, event) for event in _taken(self._thread.events)
+        ]
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Check the dictionary of a tier before the engine starts, and return the definitions of its metrics.
+
+        Raises:
+            StartupError: the dictionary is invalid.
+        """
+        try:
+            read_tier(extra_config)
+        except ConfigError as error:
+            raise StartupError(str(error)) from None
+        return definitions(base)
+
+    def get_stats(self) -> Any:
+        return self._counters.take(self._thread.stats)
+
+
+def _window(stack: StackConfig, num_rows: int) -> int:
+    """Return the number of rows that one request may hold.
+
+    Raises:
+        ConfigError: a tier never loads so few blocks at a time.
+    """
+    window = max(1, int(stack.primary.promotion_share * num_rows))
+    for index, tier in enumerate(stack.secondary):
+        least = getattr(tier, "min_prefix_blocks", 1)
+        if least > window:
+            raise ConfigError(
+                f"secondary[{index}].min_prefix_blocks: {least} blocks do not fit into the {window} of {num_rows} rows "
+                "for promoted blocks; raise primary.capacity or lower min_prefix_blocks"
+            )
+    return window
+
+
+def _taken(*queues: deque[Any]) -> Iterator[Any]:
+    """Yield and remove what is in queues that another thread fills."""
+    for queue in queues:
+        for _ in range(len(queue)):
+            yield queue.popleft()
+
+
+def _identified(spec: Any, row_bytes: int, caller: FrameType | None) -> Identified:
+    """Return the identity of the model whose rows vLLM keeps."""
+    from tiering.engines.vllm.model import geometry_of, model_identity
+
+    config = spec.config
+    described = facts(config, row_bytes)
+    vllm_config, kv_cache_config = configurations(spec, caller)
+    if vllm_config is None or kv_cache_config is None:
+        reason = "vLLM's configuration is not found, so the model's weights are not known"
+        return unidentified(str(config.engine_id), described, reason)
+    geometry = geometry_of(vllm_config, kv_cache_config)
+    model = model_identity(vllm_config, kv_cache_config, geometry)
+    rows = "; ".join(itertools.chain([f"rows of vLLM {vllm.__version__}"], described))
+    return identify(vllm_config, kv_cache_config, geometry, model, rows)
