@@ -10,8 +10,9 @@ import click
 
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import parse_duration, parse_size
+from tiering.cli.transfer_config import stack_at
 from tiering.config.registry import tier_definition
-from tiering.config.stack_file import StackConfig, load_stack
+from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TieringError
 from tiering.secondary.options import TierOptions
 
@@ -107,7 +108,7 @@ def chosen_tiers(stack: str, names: Sequence[str]) -> tuple[StackConfig, list[Ti
     Raises:
         ConfigError: the stack is invalid, or has no tier of that name.
     """
-    config = load_stack(stack)
+    config = stack_at(stack)
     known = [options.tier_name for options in config.secondary]
     for name in names:
         if name not in known:

@@ -1,0 +1,96 @@
+"""Stacks in the configuration of an engine: files with vLLM's ``kv_transfer_config`` in place of a stack file.
+
+The configuration stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of ``vllm serve
+--config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a dictionary for
+:mod:`tiering.engines.vllm_tier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tiering.api.masking import shown
+from tiering.config.inline import TIER_CLASS, TIER_MODULE, is_tier, read_tier
+from tiering.config.source import read_plain
+from tiering.config.stack_file import StackConfig, load_stack
+from tiering.errors import ConfigError
+from tiering.runtime.json_text import parse_json
+from tiering.spec import read_stack
+
+_FLAGS = ("kv-transfer-config", "kv_transfer_config")
+
+
+def stack_at(path: str) -> StackConfig:
+    """Return the stack of a stack file, or of a file with vLLM's configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, its stack is invalid, or the configuration does not name exactly one.
+    """
+    data = read_plain(path).data
+    if not isinstance(data, Mapping) or not (config := _configuration(data)):
+        return load_stack(path)
+    try:
+        found = list(_stacks("", config))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if len(found) == 1:
+        return found[0][1]
+    if not found:
+        raise ConfigError(
+            f"{path}: names no stack; allowed are TieringConnector, and OffloadingConnector with a dictionary in "
+            f"secondary_tiers whose type is {TIER_CLASS} and whose module_path is {TIER_MODULE}"
+        )
+    places = ", ".join(where for where, _ in found)
+    raise ConfigError(f"{path}: names {len(found)} stacks ({places}); write all tiers into one stack")
+
+
+def _configuration(data: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """Return vLLM's configuration in a file's content, or None if it is a stack."""
+    for word in _FLAGS:
+        if word in data:
+            given = data[word]
+            try:
+                config = parse_json(given) if isinstance(given, str) else given
+            except ValueError as error:
+                raise ConfigError(f"{word}: is no JSON: {error}") from error
+            if not isinstance(config, Mapping):
+                raise ConfigError(f"{word}: {shown(given)} is not a mapping with kv_connector")
+            return config
+    return data if "kv_connector" in data else None
+
+
+def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackConfig]]:
+    """Yield the place and the content of each stack that a connector's configuration names."""
+    connector, extra = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"{where}kv_connector_extra_config: {shown(extra)} is not a mapping")
+    inside = f"{where}kv_connector_extra_config"
+    if connector == "TieringConnector":
+        yield inside, _read(inside, read_stack, extra)
+    elif connector == "OffloadingConnector":
+        for number, tier in enumerate(_list(inside, extra, "secondary_tiers")):
+            place = f"{inside}.secondary_tiers[{number}]"
+            if is_tier(tier):
+                yield place, _read(place, read_tier, tier)
+            elif tier.get("module_path") == TIER_MODULE:
+                name = shown(tier.get("type"))
+                raise ConfigError(f"{place}.type: {name} is no class of {TIER_MODULE}; it should be {TIER_CLASS}")
+    elif connector == "MultiConnector":
+        for number, child in enumerate(_list(inside, extra, "connectors")):
+            yield from _stacks(f"{inside}.connectors[{number}].", child)
+
+
+def _list(where: str, extra: Mapping[str, Any], word: str) -> Sequence[Mapping[str, Any]]:
+    given = extra.get(word, [])
+    if not isinstance(given, list) or not all(isinstance(item, Mapping) for item in given):
+        raise ConfigError(f"{where}.{word}: {shown(given)} is not a list of mappings")
+    return given
+
+
+def _read(where: str, read: Any, given: Mapping[str, Any]) -> StackConfig:
+    try:
+        found: StackConfig = read(given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix('stack: ')}") from error
+    return found
