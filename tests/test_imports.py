@@ -109,7 +109,11 @@ def test_media_do_not_import_one_another() -> None:
         (
             "vllm",
             tuple(
-                f"tiering/engines/vllm/{name}.py" for name in ("connector", "worker_side", "scheduler_side", "stats")
+                f"tiering/engines/{name}.py"
+                for name in (
+                    *("vllm/connector", "vllm/worker_side", "vllm/scheduler_side", "vllm/stats", "vllm/model"),
+                    "vllm_tier/tier",
+                )
             ),
         ),
         ("torch", ("tiering/engines/vllm", "tiering/connector/worker.py", "tiering/simple/worker.py", "tiering/copy/")),

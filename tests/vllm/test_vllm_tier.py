@@ -99,8 +99,7 @@ class Engine:
     def rows(self) -> NDArray[np.uint8]:
         """Return vLLM's rows; vLLM cannot unmap them while a test has them."""
         view: memoryview = self.manager.primary_tier.get_kv_memoryview()
-        rows: NDArray[np.uint8] = np.asarray(view).view(np.uint8)
-        return rows
+        return np.asarray(view).view(np.uint8)
 
     def begin(self, name: str) -> base.ReqContext:
         ctx = base.ReqContext(name)
@@ -126,7 +125,7 @@ class Engine:
         self.until(lambda: not self.manager.has_pending_work())
 
     def reset(self) -> None:
-        """Reset vLLM's cache; from vLLM 0.33 on, promotions begin again once the workers have ended their copies."""
+        """Reset vLLM's cache, and let promotions begin again, for which vLLM 0.33 waits for its workers."""
         self.manager.reset_cache()
         getattr(self.manager, "on_reset_flushed", lambda: None)()
 
@@ -147,7 +146,7 @@ class Engine:
     def load(self, keys: Sequence[Any], ctx: base.ReqContext) -> NDArray[np.uint8]:
         """Return the bytes that vLLM would copy to the GPU."""
         spec = self.manager.prepare_load(list(keys), ctx)
-        found = self.rows()[spec.chunk_ids].copy()
+        found: NDArray[np.uint8] = self.rows()[spec.chunk_ids].copy()
         self.manager.complete_load(list(keys), ctx)
         return found
 

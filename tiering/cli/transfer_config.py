@@ -1,4 +1,4 @@
-"""Stacks in the configuration of an engine: files with vLLM's ``kv_transfer_config`` in place of a stack file.
+"""Stacks in vLLM's ``kv_transfer_config``, whose file takes the place of a stack file.
 
 The configuration stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of ``vllm serve
 --config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a dictionary for

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Facts:
-    """What one version of vLLM has."""
+    """Names in the interface of one version of vLLM."""
 
     rows: str
     """Name of the rows of a job."""
@@ -299,7 +299,7 @@ class Driver:
         return answers
 
     def promote(self, keys: Sequence[bytes], rows: Sequence[int], ctx: RequestContext) -> list[bytes]:
-        """Load blocks as vLLM does, each once it is a hit, up to the first miss; return those that were loaded."""
+        """Load blocks as vLLM does, each when it is a hit, up to the first miss; return the loaded ones."""
         row_of = dict(zip(keys, rows, strict=True))
         running: dict[int, list[bytes]] = {}
         loaded: set[bytes] = set()

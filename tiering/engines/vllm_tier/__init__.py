@@ -1,7 +1,7 @@
-"""The tier for vLLM's own tiering: a stack of this project behind ``OffloadingConnector`` with ``secondary_tiers``.
+"""The tier for vLLM's own tiering (``OffloadingConnector`` with ``secondary_tiers``): a whole stack.
 
 vLLM finds the class by ``{"type": "KVTieringTier", "module_path": "tiering.engines.vllm_tier"}``, or by
-``{"type": "kv_tiering"}`` once its plugin, :func:`register`, was loaded.
+``{"type": "kv_tiering"}`` once its plugin, :func:`register`, was loaded. Only ``tier.py`` imports vLLM.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from tiering.errors import ConfigError, PermanentStoreError
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """What is known of the model, and how its weights are identified."""
+    """The identity of a model in vLLM's rows, and the identification of its weights."""
 
     model: ModelIdentity
     """Identity of the model without its weights."""
     identification: Identification | None
-    """Identification of the weights, which has not begun; None: blocks of this model must not outlive the process."""
+    """Identification of the weights, not begun; None: blocks must not outlive the process."""
     reason: str
     """The reason for None; empty otherwise."""
     prefix_groups: frozenset[int]
@@ -44,7 +44,7 @@ class Identified:
 
 
 def unidentified(engine_id: str, facts: Sequence[str], reason: str) -> Identified:
-    """Return the identity of a model of which nothing is known: it is unique to this engine.
+    """Return the identity of an unknown model, which is unique to this engine.
 
     Args:
         engine_id: name of the engine.

@@ -1,4 +1,4 @@
-"""The thread that owns the manager behind a tier of vLLM's own tiering, and copies between vLLM's rows and its own.
+"""The thread that owns the manager behind vLLM's own tiering, and copies from and to vLLM's rows.
 
 vLLM may call a tier from several threads, must not wait for it, and waits in ``drain_jobs`` until no transfer touches
 vLLM's rows. All calls are therefore messages to one thread, and every job is a copy in memory: a store copies vLLM's
@@ -42,7 +42,7 @@ from tiering.secondary.contract import JobResult, TransferJob
 logger = logging.getLogger("kv_tiering.vllm")
 
 Answers = dict[OffloadKey, bool | None]
-"""A request's answers: True if a block can be loaded now, False for a miss, None while that is not known."""
+"""A request's answers: True if a block can be loaded now, False for a miss, None if undecided."""
 
 PART_BYTES = 32 << 20
 """Largest number of bytes that are copied before messages are read again."""
@@ -70,7 +70,7 @@ class _Lookups:
     ctx: ReqContext
     answers: Answers
     runs: list[Sequence[OffloadKey]] = field(default_factory=list)
-    """Blocks without an answer: consecutive blocks of one group, in the order in which they were looked up."""
+    """Blocks without an answer: consecutive blocks of one group each, in the order of the lookups."""
     ready: set[OffloadKey] = field(default_factory=set)
     """Blocks that can be loaded and were not; each holds a row."""
     is_new: bool = False
@@ -196,7 +196,7 @@ class ManagerThread:
         self._mailbox.put((self._finish, (ctx,)))
 
     def drain(self) -> None:
-        """Fail all jobs that have not begun, reset the tiers, and wait until vLLM's rows are not touched any more.
+        """Fail all jobs that have not begun, reset the tiers, and return when vLLM's rows are untouched.
 
         vLLM drains its tiers when its cache is reset, and at no other time.
         """

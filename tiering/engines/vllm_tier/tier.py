@@ -57,7 +57,7 @@ _JOIN_SECONDS = 5.0
 
 
 class _ForkedTier:
-    """The tier in a forked child, which has none of its parent's threads: every lookup misses, and every job fails."""
+    """The tier in a forked child, without threads: every lookup misses, and every job fails."""
 
     _results: deque[JobResult]
 
@@ -158,7 +158,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         inert_in_children(self, _ForkedTier)
 
     def _set_place(self, stack: StackConfig, locality: str | None) -> None:
-        """Set where vLLM shall say that hits of this tier come from; tiers of several kinds have no common place."""
+        """Set locality and source of this tier's hits; tiers of several kinds have no common one."""
         remote = {tier_definition(tier.type).distance == "network" for tier in stack.secondary}
         if locality is not None:
             self.locality = base.Locality(locality)
@@ -221,7 +221,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         return [result_for(tiers.JobResult, result) for result in _taken(self._refused, self._results)]
 
     def drain_jobs(self) -> None:
-        """Wait until vLLM's rows are not touched any more, and leave the epoch, because vLLM's cache is being reset.
+        """Leave the epoch, because vLLM resets its cache, and return when vLLM's rows are untouched.
 
         No job waits for a medium, so this takes milliseconds whatever the media do.
         """
