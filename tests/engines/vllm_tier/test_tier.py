@@ -141,6 +141,22 @@ def test_a_drain_ends_every_job_and_no_older_block_is_found_afterwards() -> None
         driver.tier.on_request_finished(ctx)
 
 
+def test_a_request_that_was_open_at_a_reset_stores_nothing_any_more_and_the_next_one_does() -> None:
+    keys = keys_of(4)
+    with running() as driver:
+        old = driver.begin("computed with the old weights")
+        driver.tier.drain_jobs()
+        assert not driver.store(keys, range(4), old).success
+        new = driver.begin("new")
+        assert driver.look_up(keys, new) == ["MISS"] * 4
+        assert driver.store(keys, range(4), new).success
+        driver.tier.on_request_finished(old)
+        again = driver.begin(old.req_id)
+        assert driver.store(keys_of(4, first=50), range(4), again).success
+        for ctx in (new, again):
+            driver.tier.on_request_finished(ctx)
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
     """Let the medium hang in calls of one kind, until the test has ended."""

@@ -11,7 +11,6 @@ The stack's ``primary`` is memory of this project's own, through which all block
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections import deque
@@ -122,6 +121,12 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         self._answers: dict[str, Answers] = {}
         self._asked: dict[str, list[Any]] = {}
         self._refused: deque[JobResult] = deque()
+        self._keeps_blocks = stack.keep_secondary
+        self._reset_in: set[str] = set()
+        """Requests that were open at a reset, whose blocks vLLM stores again.
+
+        Their KV may be older than the weights.
+        """
         if self._identification is not None:
             self._identification.start()
         try:
@@ -197,13 +202,17 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
 
     def on_request_finished(self, req_context: Any) -> None:
         self._asked.pop(req_context.req_id, None)
+        self._reset_in.discard(req_context.req_id)
         if self._answers.pop(req_context.req_id, None) is not None:
             self._thread.finish(context_of(req_context))
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._submit(job_metadata)
+        if job_metadata.req_context.req_id in self._reset_in:
+            self._refuse(job_metadata)
+        else:
+            self._submit(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
         answers = self._answers.get(job_metadata.req_context.req_id, _NOTHING)
@@ -213,9 +222,12 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
 
     def _submit(self, job_metadata: Any) -> None:
         if self._thread.failed:
-            self._refused.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
+            self._refuse(job_metadata)
         else:
             self._thread.submit(job_of(job_metadata))
+
+    def _refuse(self, job_metadata: Any) -> None:
+        self._refused.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         return [result_for(tiers.JobResult, result) for result in _taken(self._refused, self._results)]
@@ -223,9 +235,12 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
     def drain_jobs(self) -> None:
         """Leave the epoch, because vLLM resets its cache, and return when vLLM's rows are untouched.
 
-        No job waits for a medium, so this takes milliseconds whatever the media do.
+        No job waits for a medium, so this takes milliseconds whatever the media do. Requests that are open now store
+        nothing any more, because their KV may be older than the weights.
         """
         self._thread.drain()
+        if not self._keeps_blocks:
+            self._reset_in.update(self._answers)
         self._asked.clear()
         for answers in self._answers.values():
             answers.clear()
@@ -297,7 +312,10 @@ def _identified(spec: Any, row_bytes: int, caller: FrameType | None) -> Identifi
     if vllm_config is None or kv_cache_config is None:
         reason = "vLLM's configuration is not found, so the model's weights are not known"
         return unidentified(str(config.engine_id), described, reason)
-    geometry = geometry_of(vllm_config, kv_cache_config)
-    model = model_identity(vllm_config, kv_cache_config, geometry)
-    rows = "; ".join(itertools.chain([f"rows of vLLM {vllm.__version__}"], described))
+    try:
+        geometry = geometry_of(vllm_config, kv_cache_config)
+        model = model_identity(vllm_config, kv_cache_config, geometry)
+    except ConfigError as error:
+        return unidentified(str(config.engine_id), described, str(error))
+    rows = "; ".join([f"rows of vLLM {vllm.__version__}", *described])
     return identify(vllm_config, kv_cache_config, geometry, model, rows)
