@@ -59,9 +59,6 @@ IDLE_SLEEP = 0.5
 STATS_SECONDS = 1.0
 """Shortest time in seconds between two readings of the statistics."""
 
-_JOIN_SECONDS = 5.0
-"""Seconds beyond the manager's own deadline for which a stop waits for the thread."""
-
 
 @dataclass(slots=True, eq=False)
 class _Lookups:
@@ -103,9 +100,9 @@ class ManagerThread:
         manager: the manager of the stack; the thread owns it from :meth:`start` on.
         rows: vLLM's rows, of shape (rows, bytes).
         window: largest number of rows that one request holds or waits for; a longer prefix is loaded in parts.
+        patience: seconds for which :meth:`stop` waits for the thread: more than the manager's own deadline.
         prefix_groups: the groups whose blocks vLLM looks up from the first one on and uses up to the first miss.
         reads_events: True if :attr:`events` are taken.
-        patience: seconds beyond the manager's own deadlines for which :meth:`stop` waits.
         clock: monotonic clock in seconds.
     """
 
@@ -115,9 +112,9 @@ class ManagerThread:
         rows: NDArray[np.uint8],
         *,
         window: int,
+        patience: float,
         prefix_groups: Collection[int] = (),
         reads_events: bool = False,
-        patience: float = 30.0 + _JOIN_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.results: deque[JobResult] = deque()
