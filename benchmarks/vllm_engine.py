@@ -206,11 +206,12 @@ class Watch:
 
     def _watch_copies(self, handler: Any) -> None:
         begun: dict[int, float] = {}
-        start, finished = handler.transfer_async, handler.get_finished
+        start, finished = handler.transfer_all_async, handler.get_finished
 
-        def starting(job_id: int, spec: Any) -> bool:
-            begun[job_id] = time.perf_counter()
-            return bool(start(job_id, spec))
+        def starting(jobs: Sequence[tuple[int, Any]]) -> list[int]:
+            begun.update((job_id, time.perf_counter()) for job_id, _ in jobs)
+            refused: list[int] = start(jobs)
+            return refused
 
         def ending() -> list[Any]:
             results: list[Any] = finished()
@@ -219,7 +220,7 @@ class Watch:
                 self._note("cpu", begin, begin + (result.transfer_time or 0.0), result.transfer_size or 0)
             return results
 
-        handler.transfer_async, handler.get_finished = starting, ending
+        handler.transfer_all_async, handler.get_finished = starting, ending
 
 
 def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
