@@ -21,6 +21,7 @@ from tiering.table.block_table import MAX_ROWS, BlockTable
 from tiering.table.disposal import AT_ONCE, LARGE_ARRAY, SLICE, Disposal
 from tiering.table.events import EventQueue
 from tiering.table.key_rows import UNDIVIDED_ROWS, KeyRows
+from tiering.table.policies import recency
 from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
 
@@ -142,6 +143,24 @@ def test_the_large_arrays_of_an_index_are_freed_elsewhere(reset: bool, monkeypat
     small = SlotIndex(LARGE_ARRAY - 1)
     small.clear()
     assert not disposal.DISPOSAL.busy
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_the_recency_log_of_a_large_index_is_freed_elsewhere_at_a_reset(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a reset freed all of it in one call: 4 to 11 ms with 10 million blocks."""
+    freeing = Disposal()
+    monkeypatch.setattr(freeing, "_run", lambda: None)
+    monkeypatch.setattr(recency, "DISPOSAL", freeing)
+    monkeypatch.setattr(recency, "_CHUNK", 4)
+    rows = 4 * (AT_ONCE + 1)
+    index = SlotIndex(rows, eviction=eviction)
+    index.add_free(np.arange(rows))
+    keys = keys_of(*range(rows))
+    index.end_store(keys, index.plan_store(keys, 0.0).places, [True] * rows, 0.0)
+    index.clear()
+    assert sum(map(len, freeing._waiting)) >= AT_ONCE + 1
 
 
 def test_dictionaries_wait_while_no_thread_can_be_started(thread_limit: ThreadLimit) -> None:

@@ -1,7 +1,8 @@
 """The freeing of large dictionaries and arrays away from the scheduler's thread.
 
 A dictionary with millions of keys is freed in most of a second, with the interpreter lock held. The thread of this
-module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is left.
+module therefore removes a few keys at a time, and rests in between. The thread ends when nothing is left. A log of
+rows (:mod:`tiering.table.policies.recency`) comes here as a dictionary of its parts.
 
 Arrays of numbers are freed without the lock.
 
@@ -23,7 +24,7 @@ from tiering.runtime.pool import ThreadPool
 from tiering.table.row_array import free_pages
 
 SLICE = 256
-"""Keys that are removed without a rest. That takes about 30 us."""
+"""Keys that are removed without a rest. That takes about 30 us, and 0.4 ms for parts of a log of rows."""
 
 REST_SECONDS = 0.0002
 """Seconds between two slices; 10 million keys are freed in about 15 s."""
@@ -34,7 +35,7 @@ AT_ONCE = 1024
 LARGE_ARRAY = 1 << 20
 """Smallest size in bytes of an array that the thread frees, in about 0.1 ms."""
 
-Table: TypeAlias = MutableMapping[bytes, Any]
+Table: TypeAlias = MutableMapping[Any, Any]
 
 
 class Disposal:

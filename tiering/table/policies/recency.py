@@ -88,13 +88,15 @@ class RecencyLog:
         self._clock = clock
         self._refs = refs
         self._parked: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._chunks: list[_Chunk] = []
         self.clear()
 
     def clear(self) -> None:
         """Forget every row. Stamps need not be reset, because no entry has them."""
         DISPOSAL.add_array(self._parked)
         self._parked = row_array(len(self._refs), np.bool_)
-        self._chunks: list[_Chunk] = [_Chunk.empty()]
+        DISPOSAL.add([dict(enumerate(self._chunks))])
+        self._chunks = [_Chunk.empty()]
         self._sweep = 0
         self._position = 0
         self._parked_rows = 0
