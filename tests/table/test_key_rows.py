@@ -18,10 +18,11 @@ from tiering.api.manager import OffloadingEvent
 from tiering.index.slots import SlotIndex
 from tiering.table import block_table, disposal, events, row_array
 from tiering.table.block_table import MAX_ROWS, BlockTable
-from tiering.table.disposal import AT_ONCE, LARGE_ARRAY, SLICE, Disposal
+from tiering.table.disposal import AT_ONCE, SLICE, Disposal
 from tiering.table.events import EventQueue
 from tiering.table.key_rows import UNDIVIDED_ROWS, KeyRows
 from tiering.table.policies import recency
+from tiering.table.row_array import LARGE_ARRAY
 from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from pathlib import Path
 
@@ -19,6 +20,19 @@ def test_the_entries_are_empty(rows: int, dtype: type) -> None:
     array = row_array(rows, dtype)
     assert (len(array), array.dtype) == (rows, np.dtype(dtype))
     assert not array[-2:].any()
+
+
+def test_a_large_array_takes_no_memory_at_first_where_the_process_has_freed_much() -> None:
+    """Before, such memory was used again, and cleared at once."""
+    for size in (24 << 20, 16 << 20):
+        np.ones(size, np.uint8)  # the first one lets the second, and all later ones of its size, come from the heap
+    array = row_array(2 << 20, np.int64)
+    start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * ((array.nbytes - mmap.PAGESIZE) // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), len(pages) * mmap.PAGESIZE, pages) == 0
+    assert not any(pages)
+    array[-1] = 1
+    assert array.sum() == 1
 
 
 @pytest.mark.skipif(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.runtime.pool import ThreadPool
-from tiering.table.row_array import free_pages
+from tiering.table.row_array import LARGE_ARRAY, free_pages
 
 SLICE = 256
 """Keys that are removed without a rest. That takes about 30 us, and 0.4 ms for parts of a log of rows."""
@@ -31,9 +31,6 @@ REST_SECONDS = 0.0002
 
 AT_ONCE = 1024
 """Largest number of keys that are freed at once, without the thread."""
-
-LARGE_ARRAY = 1 << 20
-"""Smallest size in bytes of an array that the thread frees, in about 0.1 ms."""
 
 Table: TypeAlias = MutableMapping[Any, Any]
 

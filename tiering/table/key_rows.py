@@ -84,11 +84,13 @@ class KeyRows(Mapping[bytes, int]):
 
     # ------------------------------------------------------------------------------------------------------- many keys
 
-    def _tables_of(self, keys: Iterable[bytes]) -> Iterator[Keys]:
+    def _tables_of(self, keys: Iterable[bytes]) -> Sequence[Keys]:
         """Return the dictionary of each key of a divided table."""
         shift = self._shift
         places = map(_first, keys) if shift is None else map(rshift, map(hash, keys), repeat(shift))
-        return map(self._tables.__getitem__, places)
+        # One call for all keys, a quarter faster than a call for each; for a single place, the result is no tuple.
+        tables: tuple[Keys, ...] = itemgetter(0, 0, *places)(self._tables)
+        return tables[2:]
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading ``keys`` that are known."""
