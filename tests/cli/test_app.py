@@ -46,6 +46,12 @@ def test_a_wrong_command_line_is_one_line_and_code_2(words: tuple[str, ...]) -> 
     assert done.err.startswith("kv-tiering: ")
 
 
+def test_a_value_that_is_no_number_is_named_without_click_s_words() -> None:
+    done = kv_tiering("trace", "generate", "--rate", "abc")
+    assert done.err.startswith("kv-tiering: Invalid value for '--rate': 'abc' is not a valid number.")
+    assert "is not a valid integer." in kv_tiering("trace", "generate", "--requests", "abc").err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [

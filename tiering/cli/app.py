@@ -98,7 +98,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
-        return _fail(f"{error.format_message()}{hint}", USAGE)
+        # click names a bounded number "float range" or "integer range".
+        message = error.format_message().replace("float range", "number").replace("integer range", "integer")
+        return _fail(f"{message}{hint}", USAGE)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", INTERRUPTED)
     except ConfigError as error:
