@@ -36,6 +36,9 @@ from tiers.object.store import ObjectStore
 from tiers.valkey.tier import ValkeyOptions, ValkeyStore
 
 K = keys_of(*range(8))
+SETTLE_SECONDS = 300.0
+"""Longest wait for agreement, which took 76 rounds of requests, 4 s, on a machine with little else to do."""
+
 NAMESPACE = Namespace.build(MODEL, (BLOCK_BYTES,))
 DOCUMENT = epoch_document(NAMESPACE)
 
@@ -319,7 +322,7 @@ class Walk:
                 engine.manager.has_pending_work()
             return all(self.agreed(*pair) for pair in zip(self.engines, self.stacks, strict=True))
 
-        if not until(settled):
+        if not until(settled, SETTLE_SECONDS):
             lines = [
                 self.state(engine, stack) for engine, stack in zip(self.engines, self.stacks, strict=True) if engine
             ]
