@@ -38,6 +38,39 @@ def write_llama(directory: Path, seed: int = 0, layers: int = 3) -> Path:
     return _write(directory, "Llama", seed, num_hidden_layers=layers, num_key_value_heads=2, head_dim=32)
 
 
+def int8(*, symmetric: bool) -> dict[str, Any]:
+    """Return a quantisation configuration: weights of 8 bits, and activations of 8 bits, symmetric or not."""
+    common = {"num_bits": 8, "type": "int"}
+    weights = {**common, "symmetric": True, "strategy": "channel", "dynamic": False}
+    activations = {**common, "symmetric": symmetric, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+    }
+
+
+def write_quantised(directory: Path) -> Path:
+    """Write a Llama with weights of 8 bits and a scale per channel, and return ``directory``."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_llama(directory)
+    tensors = {}
+    for name, weights in load_file(directory / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            scale = weights.abs().amax(1, keepdim=True) / 127
+            tensors[name + "_scale"] = scale
+            weights = (weights / scale).round().to(torch.int8)
+        tensors[name] = weights
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": int8(symmetric=True)}))
+    return directory
+
+
 def write_tokenizer(model: Path) -> Path:
     """Add a tokenizer with one word for each token to the model at ``model``, and return ``model``."""
     from tokenizers import Tokenizer
@@ -134,6 +167,69 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
+
+
+IMAGE_MARKS = ("<image>", "<global-img>", "<end_of_utterance>", "<fake_token_around_image>")
+IMAGE = VOCABULARY
+"""Token of an image in prompts for :func:`write_idefics`."""
+
+
+def write_idefics(directory: Path) -> Path:
+    """Write an Idefics 3, a Llama that sees images of 56 x 56 points, with its processor; return ``directory``."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3Processor,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    words = {f"word{number}": number for number in range(VOCABULARY)}
+    words |= {mark: VOCABULARY + number for number, mark in enumerate(IMAGE_MARKS)}
+    config = Idefics3Config(
+        text_config={
+            "model_type": "llama",
+            "vocab_size": VOCABULARY + len(IMAGE_MARKS),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "max_position_embeddings": 2048,
+            "initializer_range": SHARP,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        },
+        image_token_id=IMAGE,
+        pad_token_id=0,
+        initializer_range=SHARP,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    Idefics3ForConditionalGeneration(config).save_pretrained(directory)
+    side = {"longest_edge": 56}
+    Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="word0")),
+            eos_token="word1",
+            additional_special_tokens=list(IMAGE_MARKS),
+        ),
+        image_seq_len=4,
+    ).save_pretrained(directory)
+    return directory
 
 
 def write_llama4(directory: Path, seed: int = 0) -> Path:

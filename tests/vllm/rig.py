@@ -99,6 +99,7 @@ class Engine:
         params: dict[str, Any] | None = None,
         lora: Any = None,
         salt: str | None = None,
+        image: Any = None,
     ) -> list[Answer]:
         """Return the answers to ``prompts``.
 
@@ -106,11 +107,14 @@ class Engine:
             params: kv_transfer_params of each request.
             lora: vLLM's LoRARequest.
             salt: cache salt of each request.
+            image: image of each prompt that has a token for it.
         """
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
         sampling = _greedy(max_tokens, **extra)
-        salted = {} if salt is None else {"cache_salt": salt}
-        inputs = [{"prompt_token_ids": tokens, **salted} for tokens in prompts]
+        more: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        if image is not None:
+            more["multi_modal_data"] = {"image": image}
+        inputs = [{"prompt_token_ids": tokens, **more} for tokens in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [_answer(output.outputs[0]) for output in outputs]
 
@@ -284,8 +288,8 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
 
 
 def answers_without_tiers(
-    model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, **options: Any
+    model: Path, prompts: Sequence[list[int]], max_tokens: int = 8, image: Any = None, **options: Any
 ) -> list[Answer]:
     """Return the answers of an engine without connector, each prompt from an empty cache."""
     with engine(model, None, enable_prefix_caching=False, **options) as plain:
-        return plain.ask(prompts, max_tokens)
+        return plain.ask(prompts, max_tokens, image=image)

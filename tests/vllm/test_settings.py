@@ -5,6 +5,7 @@ Another value of the setting shares nothing.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,17 @@ import pytest
 
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.patience import PATIENT
-from tests.vllm.models import write_gemma, write_llama
+from tests.vllm.models import IMAGE, int8, write_gemma, write_idefics, write_llama, write_quantised
 from tests.vllm.rig import Answer, answers_without_tiers, engine, prompt, wrong
 
 PROMPTS = [prompt(seed) for seed in range(3)]
+
+
+def picture() -> Any:
+    """Return an image of random points."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (56, 56), random.Random(1).randbytes(56 * 56 * 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,8 @@ class Setting:
     other: dict[str, Any]
     model: Callable[[Path], Path] = write_llama
     common: dict[str, Any] = field(default_factory=dict)
+    seen: Callable[[], Any] | None = None
+    """Function that returns the image of each prompt; default: no image."""
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -47,6 +57,14 @@ SETTINGS = {
     ),
     "norm": Setting({"hf_overrides": {"rms_norm_eps": 0.5}}, {}),
     "type of weights": Setting({"dtype": "bfloat16"}, {}),
+    "quantisation": Setting({}, {"hf_overrides": {"quantization_config": int8(symmetric=False)}}, write_quantised),
+    "processor of images": Setting(
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {},
+        write_idefics,
+        {"skip_tokenizer_init": False},
+        picture,
+    ),
     "scaling and fp8 KV": Setting({**yarn(4.0), "kv_cache_dtype": "fp8"}, yarn(4.0)),
 }
 
@@ -66,8 +84,11 @@ def test_a_setting_lives_through_all_tiers_and_restarts_and_shares_nothing_with_
 ) -> None:
     setting = SETTINGS[name]
     model = setting.model(tmp_path / "model")
+    image = setting.seen and setting.seen()
+    prompts = PROMPTS if image is None else [[*tokens[:100], IMAGE, *tokens[100:]] for tokens in PROMPTS]
     expected, others = (
-        answers_without_tiers(model, PROMPTS, **setting.common, **value) for value in (setting.value, setting.other)
+        answers_without_tiers(model, prompts, image=image, **setting.common, **value)
+        for value in (setting.value, setting.other)
     )
     assert wrong(others, expected), "the setting changes nothing, so equal answers would prove nothing"
     exact = setting.value.get("dtype", "float32") == "float32" and "kv_cache_dtype" not in setting.value
@@ -78,9 +99,13 @@ def test_a_setting_lives_through_all_tiers_and_restarts_and_shares_nothing_with_
         local = {"type": "local", "path": str(tmp_path / disk), "capacity": "64MiB"}
         stack = {"primary": {"capacity": "64MiB"}, "secondary": [local, s3]}
         with engine(model, stack, **setting.common, **value) as running:
-            answers, loaded = running.loaded(lambda: [running.ask([tokens])[0] for tokens in PROMPTS])
+
+            def ask() -> list[Answer]:
+                return [running.ask([tokens], image=image)[0] for tokens in prompts]
+
+            answers, loaded = running.loaded(ask)
             running.evict()
-            again, from_cpu = running.loaded(lambda: [running.ask([tokens])[0] for tokens in PROMPTS])
+            again, from_cpu = running.loaded(ask)
             assert from_cpu > 0
             running.settle()
             return answers, loaded, again
