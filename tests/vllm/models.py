@@ -175,7 +175,7 @@ IMAGE = VOCABULARY
 
 
 def write_idefics(directory: Path) -> Path:
-    """Write an Idefics 3, a Llama that sees images of 56 x 56 points, with its processor; return ``directory``."""
+    """Write an Idefics 3 that sees images of 56 x 56 points, and return ``directory``."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
