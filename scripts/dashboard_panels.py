@@ -365,6 +365,17 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Blocks that only an ended session used make room first.",
         ),
         Panel(
+            "Warm start",
+            {
+                "blocks loaded": _engine_rate("warm_start_blocks"),
+                "blocks that no tier had": _engine_rate("warm_start_missing"),
+                "engines followed": _engine_rate("warm_start_engines"),
+                "documents written, {{tier}}": _tier_rate("hot_keys_written"),
+                "documents refused, {{tier}}": _tier_rate("hot_keys_refused"),
+            },
+            "Blocks that an engine loads when it starts, with warm_start in the stack.",
+        ),
+        Panel(
             "In progress",
             {
                 "requests": f"sum(kv_tiering_requests_active{{{_ENGINE}}})",

@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from tiering.config.problems import allowed_words
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.config.stack_file import HintOptions, PrimaryOptions, RecordOptions, StackConfig
+from tiering.config.stack_file import HintOptions, PrimaryOptions, RecordOptions, StackConfig, WarmStartOptions
 from tiering.config.words import descriptions
 from tiering.secondary.options import (
     BlockTierOptions,
@@ -51,6 +51,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "breaker": BreakerOptions,
     "record_trace": RecordOptions,
     "hints": HintOptions,
+    "warm_start": WarmStartOptions,
 }
 _REGION = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 _DEFAULTS = (

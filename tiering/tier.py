@@ -26,6 +26,7 @@ from tiering.api.units import Directory, Duration, FilePath, Share, Size, format
 from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
 from tiering.epochs.documents import LEASES
+from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
 from tiering.index.coordinated import CoordinatedIndex
 from tiering.index.coordination import Claim, Coordination, Heard, Inbox
 from tiering.index.places import parse_place
@@ -58,6 +59,7 @@ from tiering.secondary.contract import (
     SecondaryTierManager,
     StepEnd,
     TierContext,
+    TierHotKeys,
     TierIntake,
     TierTraits,
     TransferJob,
@@ -77,6 +79,8 @@ from tiering.table.row_array import row_array
 
 __all__ = [
     "HEADER_BYTES",
+    "HOT",
+    "HOT_SECONDS",
     "LEASES",
     "SEQUENCE",
     "Backoff",
@@ -138,6 +142,7 @@ __all__ = [
     "TierAdmin",
     "TierContext",
     "TierDefinition",
+    "TierHotKeys",
     "TierIndex",
     "TierIntake",
     "TierOptions",
@@ -149,6 +154,7 @@ __all__ = [
     "UnsupportedError",
     "format_bytes",
     "fresh_name",
+    "hot_namespace",
     "known_namespaces",
     "mask_text",
     "namespace_of",

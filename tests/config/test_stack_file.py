@@ -398,3 +398,29 @@ def test_tokens_of_a_prompt_are_no_secrets() -> None:
 def test_a_relative_stack_that_is_missing_names_the_place_it_is_looked_for() -> None:
     said = refusal("none.yaml")
     assert f"none.yaml: cannot be read from the working directory {Path.cwd()}: No such file" in said
+
+
+# ----------------------------------------------------------------------------------------------------------- warm start
+
+
+@pytest.mark.parametrize(
+    "tiers", [(), ({"type": "memory"},), ({"type": "mooncake", "master": "127.0.0.1:1", "metadata": "http://m"},)]
+)
+def test_a_warm_start_needs_a_tier_that_keeps_documents(tiers: tuple[dict[str, object], ...]) -> None:
+    said = refusal({"primary": PRIMARY, "secondary": list(tiers), "revision": "r1", "warm_start": {}})
+    assert "warm_start: needs a secondary tier that outlives the engine and keeps documents" in said
+
+
+def test_a_warm_start_has_no_meaning_in_mode_simple() -> None:
+    said = refusal({"primary": PRIMARY, "mode": "simple", "warm_start": {}})
+    assert "warm_start: has no meaning in mode simple; leave it out" in said
+
+
+def test_a_warm_start_has_defaults_and_refuses_other_words(tmp_path: Path) -> None:
+    disk = {"type": "local", "path": str(tmp_path), "capacity": "1GiB"}
+    options = load_stack({"primary": PRIMARY, "secondary": [disk], "warm_start": {}}).warm_start
+    assert options is not None
+    assert (options.bytes, options.seconds, options.bandwidth) == (None, 120.0, 512 << 20)
+    assert load_stack({"primary": PRIMARY, "secondary": [disk]}).warm_start is None
+    for wrong in ({"blocks": 1}, {"bandwidth": 0}, {"seconds": 0}, {"bytes": -1}):
+        assert "warm_start." in refusal({"primary": PRIMARY, "secondary": [disk], "warm_start": wrong})

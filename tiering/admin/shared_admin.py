@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 
 from tiering.admin.namespaces import known_namespaces, namespace_of
-from tiering.admin.records import KnownNamespace, StoredBlock
+from tiering.admin.records import Collected, KnownNamespace, StoredBlock
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
 from tiering.epochs.documents import LEASES
 from tiering.epochs.driver import SURE_SECONDS, begin_common
+from tiering.epochs.hot_keys import HOT, hot_namespace
 from tiering.errors import StoreError
 from tiering.index.places import parse_place
 from tiering.medium.block_store import BlockStore
@@ -50,10 +51,23 @@ class SharedAdmin(TierAdmin):
         return await asyncio.to_thread(self._namespaces)
 
     def _namespaces(self) -> list[KnownNamespace]:
-        names = [name for name in self._store.list_documents("") if namespace_of(name) is not None]
+        listed = list(self._store.list_documents(""))
+        self.hot_keys = sum(hot_namespace(name) is not None for name in listed)
+        names = [name for name in listed if namespace_of(name) is not None]
         found = {name: self._store.read_document(name) for name in names}
         documents = {name: data for name, data in found.items() if data is not None}
         return known_namespaces(documents, [name for name in names if name.startswith(LEASES)])
+
+    async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
+        cleared = await super().clear(namespace, dry_run=dry_run)
+        if not dry_run:
+            await asyncio.to_thread(self._clear_hot_keys, namespace)
+        return cleared
+
+    def _clear_hot_keys(self, namespace: str) -> None:
+        for name in self._store.list_documents(HOT):
+            if hot_namespace(name) == namespace:
+                self._store.remove_document(name)
 
     def expected_key(self, block: StoredBlock) -> bytes | None:
         named = parse_place(block.place)

@@ -50,6 +50,8 @@ class TierAdmin:
         """Number of places that the last listing skipped because their header is damaged or cannot be read."""
         self.suspects = 0
         """Number of objects that the last listing of namespaces found noted as corrupt by a machine."""
+        self.hot_keys = 0
+        """Number of engines whose published keys the last listing of namespaces found, for warm starts."""
         self.removed_blocks = 0
         """Number of blocks that this object has removed for certain, also before an operation failed."""
         self.removed_bytes = 0

@@ -17,6 +17,7 @@ from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
 from tiering.block_tier.event_log import EventLog
+from tiering.block_tier.hot_keys import HotKeys
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
 from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
@@ -61,6 +62,9 @@ REST_WITH_JOBS = 0.02
 
 Jobs that wait in vain and threads that hang are noticed in steps.
 """
+
+_HOT_KEYS_SHARE = 0.25
+"""Share of the time for a shutdown that the writing of the hot keys may take."""
 
 _NO = PrefixAnswer(0, False)
 
@@ -116,6 +120,15 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self.stats = TierStats()
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
 
+        self._hot_keys = HotKeys(
+            context,
+            store,
+            self.io,
+            self.stats,
+            self._served_epoch,
+            shared=index.shared,
+            publishes=lambda: options.admission != "none" and not self._life.private,
+        )
         self.name = context.name
         self.traits = TierTraits(
             medium=store.traits.medium,
@@ -128,6 +141,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             announces_news=self._announces,
             mixes_requests=True,
             intake=self,
+            hot_keys=self._hot_keys,
         )
 
         self._clock = context.clock
@@ -149,6 +163,10 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     def namespace(self) -> Namespace | None:
         """Namespace in the present epoch; None while the tier has no epoch."""
         return self._life.namespace
+
+    def _served_epoch(self) -> Namespace | None:
+        """Return the namespace in the present epoch once lookups find its blocks."""
+        return self._life.namespace if self._life.serving and not self.recovering else None
 
     @property
     def opened(self) -> bool:
@@ -335,6 +353,9 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         return self._life.successor is not None or self._life.outdated
 
     def shutdown(self, deadline: float) -> bool:
+        if self._hot_keys.writing:
+            now = self._clock()
+            self.wait(lambda: not self._hot_keys.writing, now + (deadline - now) * _HOT_KEYS_SHARE)
         return self._life.shutdown(deadline)
 
     # ------------------------------------------------------------------------------------------------------- statistics

@@ -53,6 +53,8 @@ class TierContent:
 
     suspects: int = 0
     """Number of objects that a machine has noted as corrupt, and no other machine has confirmed."""
+    hot_keys: int = 0
+    """Number of engines whose published keys a warm start finds."""
 
 
 async def read_content(admin: TierAdmin) -> TierContent:
@@ -77,7 +79,7 @@ async def read_content(admin: TierAdmin) -> TierContent:
         content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
         content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
     ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
-    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects)
+    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects, admin.hot_keys)
 
 
 def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
@@ -112,6 +114,8 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
                 click.echo(f"{tier}\tunreadable\t{_unreadable(content)}")
             if content.suspects:
                 click.echo(f"{tier}\tsuspects\t{_suspects(content)}")
+            if content.hot_keys:
+                click.echo(f"{tier}\thot keys\t{_hot_keys(content)}")
             for line in _holders(content):
                 click.echo(f"{tier}\tlease\t{line}")
             continue
@@ -123,7 +127,8 @@ def print_contents(contents: Mapping[str, TierContent]) -> None:
         owner = [] if content.owner is None else [f"in use by {content.owner}"]
         unreadable = [_unreadable(content)] if content.unreadable else []
         suspects = [_suspects(content)] if content.suspects else []
-        table.caption = "\n".join([*owner, *unreadable, *suspects, *_holders(content)]) or None
+        hot_keys = [_hot_keys(content)] if content.hot_keys else []
+        table.caption = "\n".join([*owner, *unreadable, *suspects, *hot_keys, *_holders(content)]) or None
         console.print(table)
 
 
@@ -133,6 +138,10 @@ def _holders(content: TierContent) -> list[str]:
 
 def _unreadable(content: TierContent) -> str:
     return f"{content.unreadable:,} slots with a header that is damaged or cannot be read; engines treat them as empty"
+
+
+def _hot_keys(content: TierContent) -> str:
+    return f"{content.hot_keys:,} engines have published which blocks they use most, for a warm start"
 
 
 def _suspects(content: TierContent) -> str:

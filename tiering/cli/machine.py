@@ -12,7 +12,7 @@ from tiering.advisor.advisor import small_tier
 from tiering.api.units import format_bytes
 from tiering.config.registry import tier_definition
 from tiering.config.stack import order_problems
-from tiering.config.stack_file import RecordOptions, StackConfig
+from tiering.config.stack_file import RecordOptions, StackConfig, WarmStartOptions
 from tiering.errors import RegionError
 from tiering.primary.memory.region import SHM
 from tiering.primary.memory.room import check_room
@@ -57,6 +57,8 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
     for problem in order_problems(stack):
         text, _, remedy = problem.partition(": ")
         yield Finding(Severity.WARNING, "order", text, remedy)
+    if stack.warm_start is not None:
+        yield _probe_warm_start(stack.warm_start, stack.primary.capacity)
     if stack.record_trace is not None:
         yield _probe_trace(stack.record_trace)
 
@@ -116,6 +118,19 @@ def below_one_block(capacity: int, block_bytes: int) -> Finding:
         f"{format_bytes(capacity)} do not hold one block of {format_bytes(block_bytes)}",
         "raise the capacity (a unit may be missing: 8GiB, not 8), or give the real size of a block with --block-bytes",
     )
+
+
+def _probe_warm_start(options: WarmStartOptions, capacity: int) -> Finding:
+    """Return the finding about the bytes that a warm start can load in its time."""
+    wanted, in_time = options.bytes or capacity, int(options.seconds * options.bandwidth)
+    text = f"up to {format_bytes(min(wanted, in_time, capacity))} in {options.seconds:g} s"
+    if options.bytes is not None and options.bytes > capacity:
+        text += f"; warm_start.bytes, {format_bytes(options.bytes)}, is more than the CPU tier"
+        return Finding(Severity.WARNING, "warm start", text, "lower warm_start.bytes, or raise primary.capacity")
+    if in_time < wanted:
+        text += f", not {format_bytes(wanted)}"
+        return Finding(Severity.INFO, "warm start", text, "raise warm_start.seconds or warm_start.bandwidth for more")
+    return Finding(Severity.OK, "warm start", text)
 
 
 def _probe_trace(options: RecordOptions) -> Finding:

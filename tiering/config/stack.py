@@ -19,6 +19,7 @@ from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.manager.warm_start import WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.region import SharedRegion, row_stride
 from tiering.runtime.news import News
@@ -125,6 +126,7 @@ def open_manager(
             agreement=agreement,
             one_thread=one_thread,
             exclusive=stack.primary.inclusion == "exclusive",
+            warm_start=_warm_start(stack, rows),
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
         undo.pop_all()
@@ -136,6 +138,14 @@ def open_manager(
         _log.warning("%s", problem)
     _log.info("%s", _summary(stack, rows, opened, None if durable is not namespace else namespace))
     return manager
+
+
+def _warm_start(stack: StackConfig, rows: SharedRegion) -> WarmStartLimits | None:
+    """Return the bounds of the warm start that the stack asks for."""
+    options = stack.warm_start
+    if options is None:
+        return None
+    return WarmStartLimits(options.bytes or rows.nbytes, options.seconds, options.bandwidth)
 
 
 def _advisor(stack: StackConfig, rows: int, block_bytes: int) -> SizeAdvisor:

@@ -100,6 +100,20 @@ class HintOptions(Strict):
     """
 
 
+class WarmStartOptions(Strict):
+    """A start with the blocks that the engine, or others of the fleet, used last."""
+
+    bytes: Size | None = None
+    """Most bytes that a start loads into the CPU tier; default: as much as its free rows hold."""
+    seconds: Duration = 120.0
+    """Time after the first step for which blocks are loaded, in seconds; default 120."""
+    bandwidth: Size = 512 << 20
+    """Bytes per second that are loaded at most; default 512MiB.
+
+    A tenth of a second of it is in flight at once, and may delay the load of a request by as much.
+    """
+
+
 class RecordOptions(Strict):
     """A trace of the requests, for later replays."""
 
@@ -162,6 +176,11 @@ class StackConfig(Strict):
     """
     hints: HintOptions = HintOptions()
     """Hints of requests that are followed."""
+    warm_start: WarmStartOptions | None = None
+    """Blocks that are loaded into the CPU tier when an engine starts; default None.
+
+    The engine also publishes in its secondary tiers which blocks it uses.
+    """
     record_trace: RecordOptions | None = None
     """Trace of the finished requests for replays; default None.
 
@@ -249,10 +268,20 @@ class StackConfig(Strict):
             for index, tier in enumerate(self.secondary)
             if self.revision is None and (reason := tier_definition(tier.type).needs_revision)
         ]
+        problems += self._check_warm_start()
         problems += self._check_mode()
         if problems:
             raise Problems(problems)
         return self
+
+    def _check_warm_start(self) -> list[Problem]:
+        """Refuse a warm start without a tier that outlives the process and keeps documents."""
+        kept = [tier_definition(tier.type) for tier in self.secondary]
+        # The tiers that need a revision keep no documents.
+        if self.warm_start is None or self.mode == "simple" or any(t.persistent and not t.needs_revision for t in kept):
+            return []
+        text = "needs a secondary tier that outlives the engine and keeps documents: local, object, s3 or valkey"
+        return [Problem(("warm_start",), f"{text}; add one, or leave warm_start out")]
 
     def _check_mode(self) -> list[Problem]:
         if self.mode != "simple":

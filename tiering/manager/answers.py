@@ -20,7 +20,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import MAX_EVENTS, StepEnd
+from tiering.secondary.contract import MAX_ENGINES, MAX_EVENTS, StepEnd
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -148,6 +148,16 @@ def _credit(answer: object, *_: object) -> float:
     return int(answer)
 
 
+def _hot_keys(answer: Any) -> list[Sequence[Sequence[OffloadKey]]] | None:
+    """Return the runs of each engine, unchecked keys (:func:`checked_run`); None: not known yet."""
+    if answer is None:
+        return None
+    engines = list(islice(answer, MAX_ENGINES))
+    if not all(isinstance(runs, Sequence) for runs in engines):
+        raise BreachError
+    return engines
+
+
 POSITIONS = Answer("None or ascending positions of the keys that it was asked for", _positions)
 CREDIT = Answer("None or a whole number of blocks", _credit)
 TRUTH = Answer("True or False", truth)
@@ -156,6 +166,20 @@ POLICY = Answer("a RequestOffloadingContext", _policy)
 SECONDS = Answer("a number of seconds", _seconds)
 STEP_END = Answer("None or a StepEnd", _step_end)
 STATISTICS = Answer("TierStats with finite numbers", _statistics)
+HOT_KEYS = Answer("None or, for each engine, runs of keys", _hot_keys)
+
+
+def checked_run(run: Any, start: int, count: int) -> list[OffloadKey]:
+    """Return up to ``count`` keys of a run of hot keys, from ``start`` on.
+
+    Raises:
+        BreachError: the run has something else than keys.
+    """
+    keys = list(run[start : start + count])
+    if not _BYTES.issuperset(map(type, keys)):
+        raise BreachError
+    return keys
+
 
 _MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))
 _LOCALITIES = frozenset((LOCAL, REMOTE))

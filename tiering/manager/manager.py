@@ -36,6 +36,7 @@ from tiering.manager.rest import Rest
 from tiering.manager.row_broker import RowBroker
 from tiering.manager.steps import TierSteps
 from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.warm_start import WarmStart, WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.news import News
@@ -89,6 +90,7 @@ class TieringOffloadingManager(OffloadingManager):
         one_thread: bool = True,
         advisor: SizeAdvisor | None = None,
         exclusive: bool = False,
+        warm_start: WarmStartLimits | None = None,
     ) -> None:
         """Create the manager; the tiers are opened by :meth:`open_tier`.
 
@@ -110,6 +112,8 @@ class TieringOffloadingManager(OffloadingManager):
                 time.
             advisor: estimates the hit rates at other capacities of the tiers; default: none.
             exclusive: prefer blocks that the engine's own cache does not hold, if the engine shows it; default: False.
+            warm_start: bounds of the promotions of blocks that engines used before this start; default: none, and
+                this engine publishes nothing either.
         """
         self._clock = clock
         self.news = news or News()
@@ -146,6 +150,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._rest = Rest(self.news)
         self._requests = Requests(self._tiers, agreement or EpochAgreement(), clock)
         self._known = self._requests.known
+        self._warm = None
+        if warm_start is not None:
+            self._warm = WarmStart(warm_start, primary_tier, self._promotions, self._tiers, self._stats, clock)
         self._shut_down = False
         self._advisor = advisor
         self._exclusive = exclusive
@@ -246,6 +253,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._call(state, state.tier.touch, shared, req_context, used)
         if len(rows):
             self._jobs.report_use(readable, rows, request, req_context)
+        if self._warm is not None and used:
+            self._warm.used(shared, request)
 
     # ------------------------------------------------------------------------------------------------------------ store
 
@@ -467,6 +476,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs.collect()
         if self._jobs.awaited:
             self._cascade_awaited()
+        warms = self._warm is not None and self._warm.step()
         if self._promotions.queued:
             self._jobs.submit_promotions()
         self._jobs.pull()
@@ -474,7 +484,7 @@ class TieringOffloadingManager(OffloadingManager):
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
-        if seconds > 0.0 and not self._jobs.awaited and not self._promotions.queued:
+        if seconds > 0.0 and not (warms or self._jobs.awaited or self._promotions.queued):
             next_due = min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
             rest.until = min(self._clock() + seconds, next_due)
 
@@ -501,6 +511,8 @@ class TieringOffloadingManager(OffloadingManager):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
+        if self._warm is not None and self._warm.steps_idle:
+            return True
         return self._promotions.queued or self._jobs.expected() or self._jobs.queued_in_time
 
     @property
@@ -543,6 +555,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._advisor is not None:
             self._advisor.forget()
         self.primary_tier.reset_cache()
+        if self._warm is not None:
+            self._warm.reset()
 
     def _on_failed(self, state: TierState) -> None:
         """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
@@ -565,6 +579,8 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._shut_down = True
         self._promotions.drop_queued()
+        if self._warm is not None:
+            self._warm.publish()
         stopped = self._tiers.shut_down(self._shutdown_deadline, self._jobs.drain)
         self._jobs.collect()
         if len(self._jobs):

@@ -88,6 +88,21 @@ class ManagerStats:
         "Blocks of released sessions that are evicted from the CPU tier first",
         "Compare with `sessions_released`: near 0, the sessions share their blocks, or were evicted before.",
     )
+    warm_start_engines: int = counter(
+        "engines",
+        "Engines whose published keys a warm start followed",
+        "0 after a start with `warm_start`: nobody published within ten minutes, or another epoch has begun.",
+    )
+    warm_start_blocks: int = counter(
+        "blocks",
+        "Blocks that a warm start has loaded into the CPU tier",
+        "If few, see `warm_start_missing`, and the words `bytes`, `seconds` and `bandwidth`.",
+    )
+    warm_start_missing: int = counter(
+        "blocks",
+        "Blocks for a warm start that no tier held or could load",
+        "Many: the tiers evict what the engines use, or admit less than that.",
+    )
     jobs_in_flight: int = gauge(
         "jobs", "Jobs that tiers have not reported yet", "If it grows without end, a medium hangs."
     )

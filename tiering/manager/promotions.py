@@ -153,6 +153,20 @@ class Promotions:
                 count = 0
         return Started(self._start(state, request, keys[:count]) if count else 0, waits)
 
+    def start_unasked(self, state: TierState, owner: Request, keys: Sequence[OffloadKey]) -> int:
+        """Promote the leading ``keys`` for no request, as far as there are free rows, and return their number.
+
+        No block is evicted for them, and none is reserved.
+
+        Args:
+            state: the tier that holds the blocks.
+            owner: stands for the request of the promotion, and is finished.
+            keys: blocks that the primary table neither holds nor expects.
+        """
+        share = self._max_rows - self.rows_promoting - self._reservations.rows
+        count = min(len(keys), share, state.max_loading_rows - state.loading_rows, self._primary.free)
+        return self._start(state, owner, keys[:count]) if count > 0 else 0
+
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
         """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
 

@@ -30,7 +30,14 @@ from tiering.manager.answers import (
 )
 from tiering.manager.cascade_queue import CascadeQueue
 from tiering.manager.manager_stats import ManagerStats
-from tiering.secondary.contract import SecondaryTierManager, StepEnd, TierIntake, TierTraits, TransferJob
+from tiering.secondary.contract import (
+    SecondaryTierManager,
+    StepEnd,
+    TierHotKeys,
+    TierIntake,
+    TierTraits,
+    TransferJob,
+)
 
 _log = logging.getLogger("kv_tiering.manager")
 
@@ -70,6 +77,8 @@ class TierState:
     """
     intake: TierIntake | None
     """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
+    hot_keys: TierHotKeys | None = None
+    """Part of the tier that keeps the keys which engines use most."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     jobs: dict[int, TransferJob] = field(default_factory=dict)
@@ -119,7 +128,8 @@ class TierState:
             max_loading_rows=max(1, int(share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            intake=_attribute(tier, traits, "intake", "a TierIntake or None", _intake),
+            intake=_attribute(tier, traits, "intake", "a TierIntake or None", partial(_part, TierIntake)),
+            hot_keys=_attribute(tier, traits, "hot_keys", "a TierHotKeys or None", partial(_part, TierHotKeys)),
         )
 
     def deadline(self, now: float) -> float:
@@ -174,8 +184,8 @@ def _instance(kind: type[_T], value: object) -> _T:
     return value
 
 
-def _intake(value: object) -> TierIntake | None:
-    return None if value is None else _instance(TierIntake, value)
+def _part(kind: type[_T], value: object) -> _T | None:
+    return None if value is None else _instance(kind, value)
 
 
 def _share(value: float) -> float:

@@ -192,6 +192,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Number of rows that :meth:`allocate` could reserve now."""
         return self._table.room
 
+    @property
+    def free(self) -> int:
+        """Number of rows without a block."""
+        return self._table.free
+
     def readers(self, rows: Rows) -> RefCounts:
         """Return the number of readers of each row; -1 for a row that is being written."""
         return self._table.refs[rows]

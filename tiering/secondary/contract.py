@@ -130,6 +130,9 @@ class JobResult(NamedTuple):
 MAX_EVENTS = 100_000
 """Largest number of events that :meth:`SecondaryTierManager.take_events` may return at once."""
 
+MAX_ENGINES = 32
+"""Largest number of engines whose hot keys a tier returns (:meth:`TierHotKeys.gather`)."""
+
 
 class PrefixAnswer(NamedTuple):
     """Result of a lookup of a prefix."""
@@ -241,6 +244,31 @@ class TierIntake:
         return math.inf
 
 
+class TierHotKeys:
+    """Part of a tier that keeps the keys which engines use most, for engines that start later.
+
+    Both methods return at once. What they return is a hint, which the manager does not trust. The defaults keep none.
+    """
+
+    def publish(self, chains: Sequence[Sequence[OffloadKey]]) -> None:
+        """Begin to replace what this engine has published, if the tier can do so now.
+
+        Args:
+            chains: prefixes that requests used, the most recent one last. Nobody changes them any more.
+        """
+
+    def gather(self) -> Sequence[Sequence[Sequence[OffloadKey]]] | None:
+        """Return what engines of this epoch have published, for each engine as runs, hottest first.
+
+        A run has keys that follow one another in a prefix. The manager asks at the ends of steps until it has an
+        answer, and again after a reset.
+
+        Returns:
+            The runs of at most :data:`MAX_ENGINES` engines; None if they are not known yet.
+        """
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class TierTraits:
     """Properties of a tier, and the parts of the contract that it takes; the manager reads them once."""
@@ -280,6 +308,8 @@ class TierTraits:
     """
     intake: TierIntake | None = None
     """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
+    hot_keys: TierHotKeys | None = None
+    """Part that keeps the keys which engines use most; None (default): the tier keeps none."""
 
     def deadline(self, now: float, *, load: bool) -> float:
         """Return the time by which a load, or else a store, that is submitted at ``now`` should have ended."""

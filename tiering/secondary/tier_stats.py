@@ -279,6 +279,17 @@ class TierStats:
         "Paid for and lost: see `answers_conflict`, and the log for refusals.",
     )
 
+    hot_keys_written: int = counter(
+        "documents",
+        "Documents written with the keys that the engine uses most",
+        "0 with `warm_start` in the stack: the log has the reason.",
+    )
+    hot_keys_refused: int = counter(
+        "documents",
+        "Documents with the keys of other engines that were damaged, stale, or of another epoch",
+        "Some stale ones are normal where engines come and go; `kv-tiering gc` removes these.",
+    )
+
     def observe_job(self, seconds: float) -> None:
         """Count one finished job that took ``seconds``."""
         self.job_latency[bisect_left(JOB_LATENCY_BUCKETS, seconds)] += 1

@@ -18,6 +18,8 @@ from pathlib import Path
 from tiering import InUseError, OutOfSpaceError, PermanentStoreError
 from tiering.tier import (
     HEADER_BYTES,
+    HOT,
+    HOT_SECONDS,
     Collected,
     CorruptReason,
     EpochState,
@@ -31,6 +33,7 @@ from tiering.tier import (
     TierAdmin,
     TierOptions,
     format_bytes,
+    hot_namespace,
     known_namespaces,
     namespace_of,
     parse_header,
@@ -238,6 +241,7 @@ class LocalAdmin(TierAdmin):
             return found
         except OSError as error:
             raise store_error(error, f"cannot list {folder}") from error
+        self.hot_keys = sum(hot_namespace(name) is not None for name in names)
         for name in filter(namespace_of, names):
             try:
                 found[name] = bytes(self._files.read_all(folder / name, _DOCUMENT_BYTES))
@@ -317,6 +321,8 @@ class LocalAdmin(TierAdmin):
 
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
+            if not dry_run:
+                await asyncio.to_thread(self._drop_hot_keys, None)
             return await asyncio.to_thread(self._collect, limits, await self.used_epochs(), None, dry_run)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
@@ -324,6 +330,7 @@ class LocalAdmin(TierAdmin):
             served = {name for name in await self.used_epochs() if self._bases.get(name) != namespace}
             if not dry_run:
                 await self._begin_epoch(namespace, owned=True)
+                await asyncio.to_thread(self._drop_hot_keys, namespace)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
@@ -347,6 +354,15 @@ class LocalAdmin(TierAdmin):
                         remove_durably(self._files, self.directory / "documents" / name)
                     ended = True
         return ended
+
+    def _drop_hot_keys(self, namespace: str | None) -> None:
+        """Remove the hot keys of one namespace, or (None) those that have expired."""
+        folder = self.directory / "documents"
+        with store_errors(f"cannot remove documents in {folder}"):
+            for path in folder.glob(f"{HOT}*"):
+                expired = self.clock() - path.stat().st_mtime >= HOT_SECONDS
+                if expired if namespace is None else hot_namespace(path.name) == namespace:
+                    self._files.unlink(path)
 
     def _collect(self, limits: Limits, served: set[str], namespace: str | None, dry_run: bool) -> Collected:
         """Remove whole segments: those without a served block, then the oldest ones.

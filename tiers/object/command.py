@@ -18,6 +18,8 @@ import obstore
 
 from tiering import StoreError
 from tiering.tier import (
+    HOT,
+    HOT_SECONDS,
     LEASES,
     Collected,
     EpochState,
@@ -122,7 +124,7 @@ class ObjectAdmin(SharedAdmin):
         now = self.clock()
         names: list[str] = []
         fresh: list[str] = []
-        self.suspects = 0
+        self.suspects = self.hot_keys = 0
         async for items in self._list(self._documents):
             for item in items:
                 name = item["path"].removeprefix(self._documents)
@@ -131,6 +133,8 @@ class ObjectAdmin(SharedAdmin):
                     fresh += [name] if age < self._lease_seconds else []
                 elif namespace_of(name) is not None:
                     names.append(name)
+                elif name.startswith(HOT):
+                    self.hot_keys += age < HOT_SECONDS
                 else:
                     self.suspects += name.startswith(SUSPECTS) and age < NOTE_SECONDS
         limit = asyncio.Semaphore(LISTINGS)
@@ -262,9 +266,9 @@ class ObjectAdmin(SharedAdmin):
             limits = dataclasses.replace(limits, older_than=min(limits.older_than or ttl, ttl))
         collected = await super().collect(limits, dry_run=dry_run)
         if not dry_run:
-            await asyncio.to_thread(self._expire_notes)
+            await asyncio.to_thread(self._expire_documents)
         return collected
 
-    def _expire_notes(self) -> None:
-        """Remove the notes and settlements about corrupt objects that count no more."""
+    def _expire_documents(self) -> None:
+        """Remove the notes and settlements about corrupt objects, and the hot keys, that count no more."""
         self._store.remove_documents(ended(self._store.document_times(), self.clock()))

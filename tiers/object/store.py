@@ -18,7 +18,18 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from tiering import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.tier import BlockIO, BlockStore, Done, Place, RawBlock, Settlement, StoreProbe, StoreTraits, ThreadPool
+from tiering.tier import (
+    HOT,
+    BlockIO,
+    BlockStore,
+    Done,
+    Place,
+    RawBlock,
+    Settlement,
+    StoreProbe,
+    StoreTraits,
+    ThreadPool,
+)
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.cloud import Cloud, batches
 from tiers.object.clouds import make_cloud
@@ -245,9 +256,13 @@ class ObjectStore(BlockStore):
 
     def read_document(self, name: str) -> bytes | None:
         path = f"{self._documents}{name}"
-        return self.requests.find(
-            Verb.GET, lambda client: obstore.get(client, path).bytes().to_bytes(), f"get document {name}"
-        )
+
+        def fetch(client: Client) -> bytes:
+            found = obstore.get(client, path)
+            # What is longer than any document is as good as damaged, and is not downloaded.
+            return found.bytes().to_bytes() if found.meta["size"] <= _MOST_DOCUMENT_BYTES else b""
+
+        return self.requests.find(Verb.GET, fetch, f"get document {name}")
 
     def prove_damage(self, name: str, content: bytes) -> None:
         found = second_look(self._cloud, self.requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
@@ -323,7 +338,7 @@ class ObjectStore(BlockStore):
         self.delete_objects([f"{self._documents}{name}" for name in names])
 
     def document_times(self) -> Mapping[str, float]:
-        """Return the time of the last write, by the service's clock, of each note and settlement.
+        """Return the service's time of the last write of each note, settlement and set of hot keys.
 
         Raises:
             StoreError: the documents cannot be listed.
@@ -332,7 +347,7 @@ class ObjectStore(BlockStore):
             name: item["last_modified"].timestamp()
             for objects in self._list(self._documents.rstrip("/"))
             for item in objects
-            if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS))
+            if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS, HOT))
         }
 
     # ---------------------------------------------------------------------------------------------- many at a time

@@ -30,7 +30,7 @@ from typing import Protocol, Self
 from xxhash import xxh3_128
 
 from tiering import PermanentStoreError
-from tiering.tier import RawBlock, Settlement
+from tiering.tier import HOT, HOT_SECONDS, RawBlock, Settlement
 from tiers.object.names import SETTLEMENTS, SUSPECTS
 
 APART = 60.0
@@ -245,14 +245,18 @@ def _note_name(note: Note) -> str:
 
 
 def ended(times: Mapping[str, float], now: float) -> list[str]:
-    """Return the names of the notes and settlements that count no more.
+    """Return the names of the notes, settlements and sets of hot keys that count no more.
 
     Args:
         times: time of the last write of each, in seconds since 1970.
         now: the present time in seconds since 1970.
     """
+    ends = {SETTLEMENTS: 2 * HOUR, HOT: HOT_SECONDS, SUSPECTS: NOTE_SECONDS}
     return [
-        name for name, at in times.items() if now - at >= (2 * HOUR if name.startswith(SETTLEMENTS) else NOTE_SECONDS)
+        name
+        for name, at in times.items()
+        for prefix, seconds in ends.items()
+        if name.startswith(prefix) and now - at >= seconds
     ]
 
 

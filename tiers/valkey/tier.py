@@ -1,7 +1,7 @@
 """A memory pool on a Valkey or Redis server, shared by many engines.
 
 A block is one value, whose name contains the namespace, the epoch and the key. Documents are the fields of one hash:
-the server loses all of them or none. Leases are values of their own, because they expire.
+the server loses all of them or none. Leases and hot keys are values of their own, because they expire.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pydantic import Field, field_validator
 
 from tiering import ConfigError, CorruptBlockError, StoreError
 from tiering.tier import (
+    HOT,
+    HOT_SECONDS,
     LEASES,
     BlockIO,
     BlockStore,
@@ -48,8 +50,14 @@ from tiers.valkey.client import ServerAddress, ValkeyClient
 
 logger = logging.getLogger("kv_tiering.valkey")
 
+_EXPIRING = (LEASES, HOT)
+"""Prefixes of the names of documents that are values of their own, because they expire."""
+
 LEASE_SECONDS = 86400
 """Seconds after which the server drops a lease that its engine has not renewed."""
+
+_MOST_BYTES = 1 << 20
+"""Bytes of a document that expires which are read at most."""
 
 _SCAN_COUNT = 1000
 _BATCH = 1000
@@ -220,30 +228,32 @@ class ValkeyStore(BlockStore):
     # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
-        if name.startswith(LEASES):
-            return _content(self.client.call("GET", self._leases + name))
+        if name.startswith(_EXPIRING):
+            # A hash would keep the documents of all engines that there ever were.
+            return _content(self.client.call("GETRANGE", self._leases + name, 0, _MOST_BYTES)) or None
         return _content(self.client.call("HGET", self._documents, name))
 
     def write_document(self, name: str, data: bytes) -> None:
-        if name.startswith(LEASES):
-            self.client.call("SET", self._leases + name, data, "EX", LEASE_SECONDS)
+        if name.startswith(_EXPIRING):
+            seconds = LEASE_SECONDS if name.startswith(LEASES) else round(HOT_SECONDS)
+            self.client.call("SET", self._leases + name, data, "EX", seconds)
         else:
             self.client.call("HSET", self._documents, name, data)
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
-        if name.startswith(LEASES):
+        if name.startswith(_EXPIRING):
             return super().create_document(name, data)
         self.client.call("HSETNX", self._documents, name, data)
         return _content(self.client.call("HGET", self._documents, name))
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         names = [name.decode(errors="replace") for name in self.client.call("HKEYS", self._documents)]
-        if prefix.startswith(LEASES) or LEASES.startswith(prefix):
+        if any(prefix.startswith(kind) or kind.startswith(prefix) for kind in _EXPIRING):
             names += [lease.removeprefix(self._leases) for lease in self.scan(self._leases)]
         return [name for name in names if name.startswith(prefix)]
 
     def remove_document(self, name: str) -> None:
-        if name.startswith(LEASES):
+        if name.startswith(_EXPIRING):
             self.client.call("UNLINK", self._leases + name)
         else:
             self.client.call("HDEL", self._documents, name)

@@ -20,7 +20,7 @@ from tiers.object.s3.lifecycle import check_lifecycle
 from tiers.object.s3.settings import probe_settings
 from tiers.object.store import ObjectStore
 
-BLOCKS, DOCUMENTS = "prod/blocks/", "prod/documents/"
+BLOCKS, DOCUMENTS, HOT_KEYS = "prod/blocks/", "prod/documents/", "prod/documents/hot-"
 NOW = datetime.datetime(2026, 6, 1, tzinfo=datetime.UTC)
 
 
@@ -47,6 +47,15 @@ def rules(client: Any) -> list[dict[str, Any]]:
         return []
 
 
+def days(client: Any) -> dict[str, int]:
+    """Return the days after which objects expire, by prefix."""
+    return {
+        found["Filter"]["Prefix"]: found["Expiration"]["Days"]
+        for found in rules(client)
+        if "Days" in found["Expiration"]
+    }
+
+
 def put_rules(client: Any, *chosen: dict[str, Any]) -> None:
     client.put_bucket_lifecycle_configuration(Bucket="kv-cache", LifecycleConfiguration={"Rules": list(chosen)})
 
@@ -67,18 +76,22 @@ class TestLifecycle:
 
     def test_the_rule_is_written_on_request(self, client: Any) -> None:
         assert check(install_lifecycle=True) is None
-        (written,) = [found for found in rules(client) if "Days" in found["Expiration"]]
-        assert written["Filter"]["Prefix"] == BLOCKS
-        assert written["Expiration"]["Days"] == 7
+        assert days(client) == {BLOCKS: 7, HOT_KEYS: 1}
         assert check() is None
+
+    def test_a_rule_for_hot_keys_is_added_to_rules_that_were_written_before_there_were_any(self, client: Any) -> None:
+        put_rules(client, rule(BLOCKS, 7))
+        assert check() is None
+        assert days(client) == {BLOCKS: 7}
+        assert check(install_lifecycle=True) is None
+        assert days(client) == {BLOCKS: 7, HOT_KEYS: 1}
 
     def test_other_rules_stay_and_ours_is_replaced(self, client: Any) -> None:
         put_rules(client, rule("logs/", 3))
         check(install_lifecycle=True)
         check(install_lifecycle=True, ttl="2d")
-        found = [(rule["Filter"]["Prefix"], rule["Expiration"].get("Days")) for rule in rules(client)]
-        assert sorted(entry for entry in found if entry[1] is not None) == [("logs/", 3), (BLOCKS, 2)]
-        assert len(found) == 4
+        assert days(client) == {"logs/": 3, BLOCKS: 2, HOT_KEYS: 1}
+        assert len(rules(client)) == 5
 
     @pytest.mark.parametrize(
         "useless",
@@ -116,7 +129,7 @@ class TestLifecycle:
         assert check() is None
         for found in rules(client):
             assert found["NoncurrentVersionExpiration"]["NoncurrentDays"] == 1
-            assert "Days" not in found["Expiration"] or found["Filter"]["Prefix"] == BLOCKS
+            assert "Days" not in found["Expiration"] or found["Filter"]["Prefix"] in {BLOCKS, HOT_KEYS}
 
     def test_no_ttl_needs_no_rule(self, client: Any) -> None:
         assert check(ttl=None) is None

@@ -81,6 +81,22 @@ def test_a_lease_expires_unless_it_is_renewed(own_server: ValkeyServer, make: Ma
         assert 80_000 < raw.ttl(lease) <= 86_400
 
 
+def test_hot_keys_expire_and_are_listed_and_read_like_documents(own_server: ValkeyServer) -> None:
+    store = ValkeyStore(ValkeyOptions(url=own_server.url))
+    try:
+        assert store.read_document("hot-a") is None
+        store.write_document("hot-a", b"keys")
+        assert store.read_document("hot-a") == b"keys"
+        assert (list(store.list_documents("hot-")), list(store.list_documents("epoch-"))) == (["hot-a"], [])
+        with valkey.Valkey(port=own_server.port) as raw:
+            assert 0 < raw.ttl("kv-tiering/leases/hot-a") <= 600
+            assert not raw.exists("kv-tiering/documents")
+        store.remove_document("hot-a")
+        assert store.read_document("hot-a") is None
+    finally:
+        store.close()
+
+
 def test_a_block_that_is_there_is_not_sent_again(own_server: ValkeyServer) -> None:
     store = ValkeyStore(ValkeyOptions(url=own_server.url))
     try:

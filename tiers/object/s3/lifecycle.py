@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiering import PermanentStoreError
+from tiering.tier import HOT
 from tiers.object.bucket_options import S3Words
 from tiers.object.cloud import verification
 from tiers.object.faults import summary
@@ -62,9 +63,10 @@ def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str
     try:
         rules = _read_rules(client, options.bucket)
         problem = _missing(rules, blocks, days, versioned=_keeps_versions(client, options.bucket))
-        if problem is not None:
-            if not options.install_lifecycle:
-                return f"ttl: {problem}; set install_lifecycle: true, or add the rule yourself"
+        if problem is not None and not options.install_lifecycle:
+            return f"ttl: {problem}; set install_lifecycle: true, or add the rule yourself"
+        expires_hot = any(_expires(rule, f"{documents}{HOT}", 1) for rule in rules)
+        if options.install_lifecycle and (problem is not None or not expires_hot):
             ours = _rules(blocks, documents, days)
             rules = [rule for rule in rules if rule.get("ID") not in {own["ID"] for own in ours}] + ours
             client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": rules})
@@ -118,7 +120,7 @@ def _missing(rules: Sequence[dict[str, Any]], blocks: str, days: int, *, version
 
 
 def _rules(blocks: str, documents: str, days: int) -> list[dict[str, Any]]:
-    """Return this tier's rules: blocks expire; old versions and delete markers go, those of documents too.
+    """Return this tier's rules: blocks and hot keys expire; old versions and markers go everywhere.
 
     A rule that counts days cannot remove delete markers as well, so these have rules of their own.
     """
@@ -129,6 +131,11 @@ def _rules(blocks: str, documents: str, days: int) -> list[dict[str, Any]]:
         "Expiration": {"Days": days},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
     }
+    hot = {
+        "ID": f"{RULE_PREFIX}{documents}{HOT}",
+        "Filter": {"Prefix": f"{documents}{HOT}"},
+        "Expiration": {"Days": 1},
+    }
     markers = [
         {
             "ID": f"{RULE_PREFIX}markers {prefix}",
@@ -137,7 +144,7 @@ def _rules(blocks: str, documents: str, days: int) -> list[dict[str, Any]]:
         }
         for prefix in (blocks, documents)
     ]
-    return [own | rule for rule in (expiry, *markers)]
+    return [own | rule for rule in (expiry, hot, *markers)]
 
 
 def _covers(rule: dict[str, Any], prefix: str) -> bool:

@@ -1,0 +1,126 @@
+"""The documents with hot keys in ``inspect``, ``gc`` and ``clear``, and the word in ``check``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.runner import kv_tiering
+from tests.cli.test_check import stack_findings
+from tests.fake_s3 import FakeS3, fake_s3
+from tests.tiers.local.rig import LocalRig
+from tiering.admin.records import Severity
+from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_document
+from tiering.testing.tier_rig import TierRig
+from tiering.testing.tier_tests import K
+from tiers.object import S3_TIER, S3Options
+
+OLD = HOT_SECONDS + 60
+SCRATCH: dict[str, object] = {"type": "local", "path": "/nowhere", "capacity": "64MiB"}
+
+
+def hot_files(directory: Path) -> list[Path]:
+    return sorted((directory / "documents").glob(f"{HOT}*"))
+
+
+@pytest.fixture
+def published(make_local: Callable[..., LocalRig], tmp_path: Path) -> Path:
+    """A directory with blocks of a namespace, and its hot keys."""
+    rig = make_local()
+    rig.store(K[:4])
+    part = rig.tier.traits.hot_keys
+    assert part is not None
+    part.publish([tuple(K[:4])])
+    rig.wait(lambda: hot_files(tmp_path / "kv"))
+    rig.close()
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeS3, Path, str]]:
+    """A bucket with blocks of a namespace and its hot keys, the stack, and the name of the document."""
+    with fake_s3() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/", "retries": {"attempts": 1}}
+        rig = TierRig(
+            lambda context: S3_TIER.build(S3Options.model_validate(words), context), group_bytes=(64 << 10,)
+        ).open()
+        assert rig.store(K[:2]) == K[:2]
+        rig.close()
+        document = f"prod/documents/{hot_document(rig.context.namespace, 'host')}"
+        fake.objects[document] = b"keys"
+        fake.modified[document] = datetime.datetime.now(datetime.UTC)
+        stack = tmp_path / "bucket.yaml"
+        stack.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [{"type": "s3", **words}]}))
+        yield fake, stack, document
+
+
+def test_inspect_counts_the_engines_that_publish(disk: Path, published: Path) -> None:
+    assert json.loads(kv_tiering("inspect", disk, "--json").out)["local"]["hot_keys"] == 1
+    assert "local\thot keys\t1 engines have published" in kv_tiering("inspect", disk).out
+
+
+def test_gc_of_a_directory_removes_what_has_expired_and_only_that(disk: Path, published: Path) -> None:
+    assert kv_tiering("gc", disk, "--yes").code == 0
+    (document,) = hot_files(published)
+    os.utime(document, (time.time() - OLD, time.time() - OLD))
+    assert kv_tiering("gc", disk, "--dry-run").code == 0
+    assert hot_files(published) == [document]
+    assert kv_tiering("gc", disk, "--yes").code == 0
+    assert hot_files(published) == []
+
+
+def test_clear_of_a_directory_removes_those_of_the_namespace(disk: Path, published: Path) -> None:
+    other = published / "documents" / f"{HOT}{'0' * 32}-{'1' * 16}"
+    other.write_bytes(b"keys")
+    (name,) = {path.name.split("-")[1] for path in hot_files(published)} - {"0" * 32}
+    assert kv_tiering("clear", disk, "--namespace", name, "--yes").code == 0
+    assert hot_files(published) == [other]
+
+
+def test_inspect_and_gc_of_a_bucket_leave_fresh_ones_and_remove_expired_ones(pool: tuple[FakeS3, Path, str]) -> None:
+    fake, stack, document = pool
+    assert json.loads(kv_tiering("inspect", stack, "--json").out)["s3"]["hot_keys"] == 1
+    assert kv_tiering("gc", stack, "--yes").code == 0
+    assert document in fake.objects
+    fake.modified[document] -= datetime.timedelta(seconds=OLD)
+    assert json.loads(kv_tiering("inspect", stack, "--json").out)["s3"]["hot_keys"] == 0
+    assert kv_tiering("gc", stack, "--yes").code == 0
+    assert document not in fake.objects
+    assert [name for name in fake.objects if "/epoch-" in name]
+
+
+def test_clear_of_a_bucket_removes_those_of_the_namespace(pool: tuple[FakeS3, Path, str]) -> None:
+    fake, stack, document = pool
+    other = f"prod/documents/{HOT}{'0' * 32}-{'1' * 16}"
+    fake.objects[other] = b"keys"
+    name = document.split("-")[1]
+    assert kv_tiering("clear", stack, "--namespace", name, "--dry-run").code == 3
+    assert document in fake.objects
+    assert kv_tiering("clear", stack, "--namespace", name, "--yes").code == 0
+    assert (document in fake.objects, other in fake.objects) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "severity", "part"),
+    [
+        ({}, Severity.OK, "up to 8 MiB in 120 s"),
+        ({"bandwidth": "64KiB", "seconds": 10}, Severity.INFO, "up to 640 KiB in 10 s, not 8 MiB"),
+        ({"bytes": "1GiB"}, Severity.WARNING, "warm_start.bytes, 1 GiB, is more than the CPU tier"),
+    ],
+)
+def test_check_says_how_much_a_warm_start_can_load(words: dict[str, object], severity: Severity, part: str) -> None:
+    found = stack_findings(SCRATCH, warm_start=words)["warm start"]
+    assert (found.severity, part in found.text) == (severity, True)
+
+
+def test_check_says_nothing_about_a_warm_start_that_is_not_there() -> None:
+    assert "warm start" not in stack_findings(SCRATCH)
