@@ -376,6 +376,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Blocks that an engine loads when it starts, with warm_start in the stack.",
         ),
         Panel(
+            "Computed prompt tokens by cause, tokens per second",
+            {"{{cause}} {{tier}}": _rate("kv_tiering_missed_tokens_total", "cause, tier")},
+            "Only with explain in the stack. kv-tiering why REQUEST names the causes of one request.",
+        ),
+        Panel(
             "In progress",
             {
                 "requests": f"sum(kv_tiering_requests_active{{{_ENGINE}}})",

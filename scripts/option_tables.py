@@ -23,7 +23,14 @@ from pydantic_core import PydanticUndefined
 
 from tiering.config.problems import allowed_words
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.config.stack_file import HintOptions, PrimaryOptions, RecordOptions, StackConfig, WarmStartOptions
+from tiering.config.stack_file import (
+    ExplainOptions,
+    HintOptions,
+    PrimaryOptions,
+    RecordOptions,
+    StackConfig,
+    WarmStartOptions,
+)
 from tiering.config.words import descriptions
 from tiering.secondary.options import (
     BlockTierOptions,
@@ -52,6 +59,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "record_trace": RecordOptions,
     "hints": HintOptions,
     "warm_start": WarmStartOptions,
+    "explain": ExplainOptions,
 }
 _REGION = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
 _DEFAULTS = (

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering.api.engine import CanonicalKVCaches, EngineConfig, OffloadingSpec, TraceRecording
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, MissExplaining, OffloadingSpec, TraceRecording
+from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import shown_name
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import LoadStoreSpec
@@ -82,6 +83,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self.recording = _recording(self.stack, self.group_bytes)
         self.session_blocks = self.stack.hints.blocks if self.stack.hints.release else 0
+        self.explaining = _explaining(self.stack, max(self.group_bytes))
         self._rank = rank
         self._replicated = replicated
         self._replica = replica
@@ -110,6 +112,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                     replica=self._replica,
                     region=region,
                     enable_events=self._enable_events,
+                    explains=self.explaining is not None,
                     one_thread=False,  # an engine may run its steps on changing threads, one at a time
                     identify=self.identify,
                     clock=self._clock,
@@ -194,6 +197,17 @@ def _recording(stack: StackConfig, group_bytes: Sequence[int]) -> TraceRecording
         stack.salt,
         stack.shutdown_deadline,
     )
+
+
+def _explaining(stack: StackConfig, block_bytes: int) -> MissExplaining | None:
+    """Return the settings of the explanation of misses that the stack asks for."""
+    options = stack.explain
+    if options is None:
+        return None
+    capacities = {PRIMARY_TIER: stack.primary.capacity // row_stride(block_bytes)}
+    capacities |= {tier.tier_name: (tier.capacity_bytes or 0) // block_bytes for tier in stack.secondary}
+    socket = None if options.socket is None else Path(options.socket).expanduser()
+    return MissExplaining(capacities, options.blocks, options.requests, socket)
 
 
 def read_stack(extra: Mapping[str, Any]) -> StackConfig:

@@ -55,9 +55,10 @@ def test_every_expression_has_a_value_and_no_alert_fires_while_an_engine_runs_we
         s3.make_bucket(BUCKET)
         disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
         bucket = {"type": "s3", "bucket": BUCKET, "endpoint_url": s3.endpoint, **PATIENT}
+        explain = {"socket": str(tmp_path / "why.sock")}
         stack: dict[str, Any] = {"primary": {"capacity": 64 * one_row()}, "secondary": [disk, bucket]}
         with (
-            Engine(options(stack=stack)) as engine,
+            Engine(options(stack=stack | {"explain": explain})) as engine,
             metrics_endpoint(engine) as url,
             prometheus(url, tmp_path) as server,
         ):

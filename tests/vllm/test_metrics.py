@@ -20,7 +20,8 @@ WITHOUT_VALUE = {"Cost of requests, dollars a day: {{tier}}"}
 def test_every_expression_has_a_value_and_no_alert_fires_while_vllm_runs_well(llama: Path, tmp_path: Path) -> None:
     needs("prometheus")  # before the server, whose start takes a while
     tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
-    stack = {"primary": {"capacity": 24 * BLOCK_BYTES}, "secondary": [tier]}
+    explain = {"socket": str(tmp_path / "why.sock")}
+    stack = {"primary": {"capacity": 24 * BLOCK_BYTES}, "secondary": [tier], "explain": explain}
     (tmp_path / "prometheus").mkdir()
     with serve(llama, stack, tmp_path / "log") as server:
         address = f"http://127.0.0.1:{server.port}/metrics"

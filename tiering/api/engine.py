@@ -73,6 +73,20 @@ class TraceRecording:
     """Time in seconds that a shutdown may wait for requests that are not written yet; default 30."""
 
 
+@dataclass(frozen=True, slots=True)
+class MissExplaining:
+    """Settings of the explanation of misses."""
+
+    capacities: Mapping[str, int]
+    """Capacity of each tier in blocks, by its name, the CPU tier first; 0 for a tier without a capacity."""
+    blocks: int = 1_000_000
+    """Largest number of past blocks that are followed, of 16 bytes each."""
+    requests: int = 1000
+    """Number of the latest requests whose explanations are kept."""
+    socket: Path | None = None
+    """UNIX socket on which the engine answers; None: a new one in the user's runtime directory."""
+
+
 def blocks_per_chunk(extra_config: Mapping[str, Any], gpu_block_sizes: Collection[int]) -> int:
     """Return the number of GPU blocks in one offloaded block, the same for all KV-cache groups.
 
@@ -150,6 +164,8 @@ class OffloadingSpec(ABC):
         """Settings of the trace that the scheduler records; None: it records none."""
         self.session_blocks: int = 0
         """Largest number of blocks that are followed for the release of their sessions; 0 (default): none."""
+        self.explaining: MissExplaining | None = None
+        """Settings of the explanation of misses; None: misses are counted only."""
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:

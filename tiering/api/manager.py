@@ -73,6 +73,35 @@ class OffloadingEvent:
     """True if the blocks are gone, False if they became readable."""
     order: int = field(default_factory=_event_orders.__next__, compare=False, repr=False)
     """Position of this event among all events of the process."""
+    evicted: bool = field(default=False, compare=False)
+    """True if the blocks are gone because the tier evicted them for room; default False."""
+
+
+class LookupOutcome(NamedTuple):
+    """Facts about the lookups of a request, for the explanation of a miss."""
+
+    refused: bool
+    """True if the block stays a miss for the request: its promotion was overdue, or found no row."""
+    failed: tuple[str, ...]
+    """Names of the tiers that failed to load the block for the request."""
+    tiers: tuple[tuple[str, int], ...]
+    """Names of the secondary tiers that the request may use, each with the least number of blocks of a load."""
+
+
+class Unstored(NamedTuple):
+    """Blocks that were offered to a secondary tier, and the part of them that it took."""
+
+    tier: str
+    """Name of the tier."""
+    keys: Sequence[OffloadKey]
+    """Keys of the blocks."""
+    taken: Sequence[OffloadKey]
+    """Those of ``keys`` that the tier took; the others were declined or dropped, or their write failed."""
+
+    def refused(self) -> list[OffloadKey]:
+        """Return the keys that the tier did not take."""
+        taken = frozenset(self.taken)
+        return [key for key in self.keys if key not in taken]
 
 
 class OffloadingManager(ABC):
@@ -255,6 +284,17 @@ class OffloadingManager(ABC):
         The call changes nothing.
         """
         return {}
+
+    def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:
+        """Return why a request does not load the first block that it misses; None (default): not known.
+
+        The call changes nothing.
+        """
+        return None
+
+    def take_unstored(self) -> Sequence[Unstored]:
+        """Return the blocks that secondary tiers did not take since the last call; the default has none."""
+        return ()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

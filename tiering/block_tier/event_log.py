@@ -63,8 +63,13 @@ class EventLog:
         if self._enabled and self._announced is not None:
             self._announce(self._announced, keys)
 
-    def removed(self, keys: Sequence[OffloadKey]) -> None:
-        """Announce that ``keys`` are no longer held."""
+    def removed(self, keys: Sequence[OffloadKey], *, evicted: bool = False) -> None:
+        """Announce that ``keys`` are no longer held.
+
+        Args:
+            keys: the blocks.
+            evicted: True if they were evicted for room; default False.
+        """
         if not self._enabled or not keys:
             return
         gone = list(keys)
@@ -72,7 +77,7 @@ class EventLog:
             gone = [key for key in keys if key in self._announced]
             for key in gone:
                 del self._announced[key]
-        self._add(gone, removed=True)
+        self._add(gone, removed=True, evicted=evicted)
 
     def cleared(self, tables: Iterable[Table]) -> None:
         """Announce that no block is held any more.
@@ -104,9 +109,9 @@ class EventLog:
         if surplus > 0:
             self._add([announced.popitem(last=False)[0] for _ in range(surplus)], removed=True)
 
-    def _add(self, keys: list[OffloadKey], *, removed: bool) -> None:
+    def _add(self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False) -> None:
         if keys:
-            self._events.add(self._event(keys, removed=removed))
+            self._events.add(self._event(keys, removed=removed, evicted=evicted))
 
-    def _event(self, keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:
-        return OffloadingEvent(keys, self._medium, self._locality, self._tier, removed)
+    def _event(self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False) -> OffloadingEvent:
+        return OffloadingEvent(keys, self._medium, self._locality, self._tier, removed, evicted=evicted)

@@ -102,7 +102,7 @@ class BlockTransfers:
         planned, places, already_held, evicted, decision = self._index.plan_store(keys, self._clock())
         if evicted:
             stats.evictions += len(evicted)
-            self._events.removed(evicted)
+            self._events.removed(evicted, evicted=True)
         if len(planned) < len(keys):
             stats.stores_declined += len(keys) - len(planned) - len(already_held)
             if already_held:

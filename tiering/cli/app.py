@@ -19,6 +19,7 @@ from tiering.cli.replay import replay
 from tiering.cli.schema import schema
 from tiering.cli.top import top
 from tiering.cli.trace import trace
+from tiering.cli.why import why
 from tiering.errors import ConfigError, TieringError
 
 OK = 0
@@ -41,6 +42,7 @@ Examples:
   kv-tiering bench stack.yaml --prefill-tokens-per-second 8000 --bytes-per-token 128KiB
   kv-tiering inspect stack.yaml --verify
   kv-tiering top http://127.0.0.1:8000
+  kv-tiering why chatcmpl-1234
   kv-tiering schema > stack.schema.json
 """
 
@@ -81,7 +83,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, top, trace):
+for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, top, trace, why):
     cli.add_command(command)
 
 

@@ -38,6 +38,7 @@ def open_manager(
     replica: str | None = None,
     region: SharedRegion | None = None,
     enable_events: bool = False,
+    explains: bool = False,
     one_thread: bool = True,
     identify: Callable[[], ModelIdentity] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -56,6 +57,8 @@ def open_manager(
         region: existing rows; default: new rows, as many as the stack's capacity allows. The manager closes the region
             at shutdown; if this function raises, the caller closes it.
         enable_events: True to collect events even if the stack does not ask for them; default False.
+        explains: True to keep what explains misses: the events, and the blocks that tiers do not take. The caller then
+            takes both in every step. Default False.
         one_thread: True (default) to check that one thread drives the manager: the first thread that uses it, which may
             differ from the thread that calls this function. False for engines that ensure themselves that no two
             threads use the manager at the same time.
@@ -88,7 +91,7 @@ def open_manager(
             return found
 
         durable = PendingNamespace(known, namespace.parameters)
-    events, news, agreement = enable_events or stack.events, News(), EpochAgreement()
+    events, news, agreement = enable_events or stack.events or explains, News(), EpochAgreement()
     with ExitStack() as undo:
         rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
         if rows is not region:
@@ -129,6 +132,8 @@ def open_manager(
             warm_start=_warm_start(stack, rows),
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
+        if explains:
+            manager.keep_unstored()
         undo.pop_all()
         undo.callback(manager.shutdown)
         guard_logs()  # again, because modules imported for these tiers have added loggers

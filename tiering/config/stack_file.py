@@ -21,7 +21,11 @@ from tiering.config.problems import Problem, Problems, problems_of, refuse
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import StackSource, escaped, read_source
 from tiering.errors import ConfigError
+from tiering.explain.past_blocks import MOST_TIERS
 from tiering.secondary.options import TierOptions, known_policy
+
+_LONGEST_SOCKET = 107
+"""Largest number of bytes of the path of a UNIX socket on Linux."""
 
 
 def _checked_revision(revision: str) -> str:
@@ -145,6 +149,27 @@ class RecordOptions(Strict):
         return 4 * self.max_size if self.max_total is None else self.max_total
 
 
+class ExplainOptions(Strict):
+    """The explanation of misses: why each prompt token was computed."""
+
+    blocks: Annotated[int, Field(ge=1024, le=1 << 24)] = 1_000_000
+    """Largest number of past blocks that are followed; default 1000000. A block takes 16 bytes."""
+    requests: Annotated[int, Field(ge=1, le=100_000)] = 1000
+    """Number of the latest requests that ``kv-tiering why`` can explain; default 1000."""
+    socket: Directory | None = None
+    """UNIX socket on which the engine answers ``kv-tiering why``; default: a new one in the user's runtime directory.
+
+    Each engine needs a socket of its own.
+    """
+
+    @model_validator(mode="after")
+    def _check_socket(self) -> ExplainOptions:
+        length = 0 if self.socket is None else len(bytes(Path(self.socket).expanduser()))
+        if length > _LONGEST_SOCKET:
+            raise ValueError(f"socket: its path has {length} bytes; a UNIX socket's has at most {_LONGEST_SOCKET}")
+        return self
+
+
 class StackConfig(Strict):
     """A whole stack: the primary tier, and the secondary tiers, fastest first.
 
@@ -185,6 +210,11 @@ class StackConfig(Strict):
     """Trace of the finished requests for replays; default None.
 
     The trace holds times, lengths and hashes of blocks, and no text.
+    """
+    explain: ExplainOptions | None = None
+    """Explanation of misses; default None.
+
+    ``explain: {}`` turns it on. An engine's connector explains; ``open_manager`` alone does not.
     """
     events: bool = False
     """True to announce stored and removed blocks; default False.
@@ -269,6 +299,9 @@ class StackConfig(Strict):
             if self.revision is None and (reason := tier_definition(tier.type).needs_revision)
         ]
         problems += self._check_warm_start()
+        if self.explain is not None and len(self.secondary) >= MOST_TIERS:
+            text = f"follows at most {MOST_TIERS - 1} secondary tiers; leave explain out, or some tiers"
+            problems.append(Problem(("explain",), text))
         problems += self._check_mode()
         if problems:
             raise Problems(problems)

@@ -171,6 +171,7 @@ class SchedulerHalf(ABC, Generic[State]):
             state.asked_blocks -= hits
             state.match = None
         self._count_misses(state)
+        self._allocated(state)
 
     @counts_seconds
     def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -201,7 +202,11 @@ class SchedulerHalf(ABC, Generic[State]):
     @counts_seconds
     def _take_events(self) -> list[KVCacheEvent]:
         untaken, self._untaken_events = self._untaken_events, []
-        return untaken + self.events.take_events(self._held.take_events())
+        return untaken + self.events.take_events(self._held_events())
+
+    def _held_events(self) -> Iterable[OffloadingEvent]:
+        """Return the events of the blocks that can be loaded since the last call."""
+        return self._held.take_events()
 
     def has_pending_lookups(self) -> bool:
         """Return True if a waiting request has a lookup whose answer is not known yet."""
@@ -260,6 +265,9 @@ class SchedulerHalf(ABC, Generic[State]):
         Returns:
             The number of its blocks that the primary tier held before the match, in the group :attr:`measure`.
         """
+
+    def _allocated(self, state: State) -> None:
+        """Note that a request has got its blocks: what it does not load from now on, it computes."""
 
     @abstractmethod
     def _ended(self, state: State) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tiering.advisor.advisor import ESTIMATES
-from tiering.api.metric import Metric, MetricKind, declared, declared_metrics
+from tiering.api.metric import Metric, MetricKind, counter, declared, declared_metrics
 from tiering.connector.counters import SchedulerCounters
 from tiering.manager.manager_stats import ManagerStats
 from tiering.secondary.tier_stats import TierStats
@@ -22,6 +22,12 @@ MANAGER = "manager"
 
 CONNECTOR = "connector"
 """Record of the counters of the connector's scheduler half."""
+
+MISSES = "misses"
+"""Record of the computed prompt tokens by cause and tier."""
+
+LABELLED = (TIERS, MISSES)
+"""Records with fields per value of their labels; a space separates the values of two labels."""
 
 SIZE_BUCKETS: tuple[float, ...] = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 """Upper bounds of the histogram of transfer sizes, in bytes."""
@@ -63,11 +69,23 @@ class OffloadingOperationMetrics:
     )
 
 
+@dataclass(slots=True)
+class MissCounters:
+    """Counters of one cause of misses, and of one tier if the cause names one."""
+
+    missed_tokens: int = counter(
+        "tokens",
+        "Prompt tokens that were computed, by cause and tier; only with `explain` in the stack",
+        "The largest cause is the one to change: see the [guide](guides/why-a-miss.md).",
+    )
+
+
 def _table() -> Iterator[Metric]:
     for record, labels, metrics in (
         (TRANSFERS, ("transfer_type",), declared_metrics(OffloadingOperationMetrics)),
         (TIERS, ("tier",), (*declared_metrics(TierStats), *ESTIMATES)),
         (MANAGER, (), declared_metrics(ManagerStats)),
+        (MISSES, ("cause", "tier"), declared_metrics(MissCounters)),
         (CONNECTOR, (), declared_metrics(SchedulerCounters)),
     ):
         yield from (replace(metric, record=record, labels=labels) for metric in metrics)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tiering.api.metric import Metric, MetricKind
-from tiering.connector.metrics import TIERS, TRANSFERS, metrics_of
+from tiering.connector.metrics import LABELLED, TIERS, TRANSFERS, metrics_of
 from tiering.connector.stats import RECORDS, StatsData
 from tiering.errors import ConfigError
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS
@@ -183,7 +183,7 @@ class OffloadPromMetrics:
         self._labelnames = tuple(labelnames)
         self._labelvalues = {} if per_engine_labelvalues is None else per_engine_labelvalues
         self._transfers = _Series(made_of, self._labelnames, TRANSFERS)
-        self._tiers = _Series(made_of, self._labelnames, TIERS)
+        self._labelled = {record: _Series(made_of, self._labelnames, record) for record in LABELLED}
         self._records = {record: _Series(made_of, self._labelnames, record) for record in RECORDS}
         for engine_idx in self._labelvalues or (0,):
             self._declare(self._engine_labels(engine_idx), tiers, self._records.values() if has_manager else ())
@@ -191,7 +191,7 @@ class OffloadPromMetrics:
     def _declare(self, engine: tuple[str, ...], tiers: Sequence[str], records: Iterable[_Series]) -> None:
         """Create the counters with the value 0, because an alert on the first increase needs a value before."""
         for tier in tiers:
-            self._tiers.declare((*engine, tier))
+            self._labelled[TIERS].declare((*engine, tier))
         for series in records:
             series.declare(engine)
 
@@ -204,9 +204,10 @@ class OffloadPromMetrics:
         """
         engine = self._engine_labels(engine_idx)
         for name, reported in data.items():
-            if name == TIERS:
-                for tier, fields in _mapping(reported).items():
-                    self._tiers.observe((*engine, tier), _mapping(fields))
+            if name in LABELLED:
+                for values, fields in _mapping(reported).items():
+                    labels = (values,) if name == TIERS else tuple(values.split(" ", 1))
+                    self._labelled[name].observe((*engine, *labels), _mapping(fields))
             elif name in RECORDS:
                 self._records[name].observe(engine, _mapping(reported))
             elif isinstance(reported, Iterable):

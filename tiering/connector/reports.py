@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from tiering.connector.metrics import TIERS
+from tiering.connector.metrics import LABELLED
 from tiering.connector.stats import RECORDS, Increments, OffloadingConnectorStats
 
 STATS_INTERVAL = 1.0
@@ -28,7 +28,8 @@ class TierReports(Generic[Stats]):
         self._clock = clock
         self.next_at = 0.0
         """Time of the next report while requests or jobs run, in monotonic seconds."""
-        self._tiers, self._records = Increments(), Increments()
+        self._labelled = {record: Increments() for record in LABELLED}
+        self._records = Increments()
 
     def is_due(self, busy: bool) -> bool:
         """Return True every :data:`STATS_INTERVAL` seconds, and whenever the engine is idle.
@@ -49,7 +50,8 @@ class TierReports(Generic[Stats]):
             current: statistics of the scheduler half since the start.
         """
         stats = self._make()
-        stats.record_tiers(self._tiers.take(current.get(TIERS, {})))
+        for record, before in self._labelled.items():
+            stats.record_labelled(record, before.take(current.get(record, {})))
         for name, fields in self._records.take({name: current[name] for name in RECORDS if name in current}).items():
             stats.record(name, fields)
         return None if stats.is_empty() else stats

@@ -82,6 +82,8 @@ class RequestState(TrackedRequest[GroupState]):
 
     None before the first wait.
     """
+    is_explained: bool = False
+    """True once the misses of the request were noted for their explanation."""
     generation: int = 0
     """Number of times that the request has started; events about blocks of an earlier generation are void."""
     pace: StorePace = field(default_factory=StorePace)

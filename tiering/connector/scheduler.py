@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
 from tiering.api.hints import NO_HINTS, RequestHints, parse_hints
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import MEDIUM_CPU
+from tiering.api.manager import MEDIUM_CPU, OffloadingEvent
 from tiering.api.masking import shown_name
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
@@ -43,6 +43,8 @@ from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
+from tiering.connector.metrics import MISSES
+from tiering.connector.misses import Misses
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
@@ -127,6 +129,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         """True once the manager was asked to hold blocks exclusively, or cannot be."""
         self._sessions = Sessions(spec.session_blocks) if spec.session_blocks else None
         """Sessions whose blocks are followed; None if the stack follows no hints."""
+        explaining, publishes = spec.explaining, self._publishes_events
+        self._misses = None
+        if explaining is not None:
+            self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
         self._warn_hints = LimitedWarning(logger, clock)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
@@ -228,6 +234,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self.manager.new_epochs != self._new_epochs:
             self._new_epochs = self.manager.new_epochs
             self._forget_held()
+        if self._misses is not None:
+            self._misses.end_step(scheduler_output.scheduled_new_reqs)
         metadata = NOTHING_TO_DO
         if ordered is not None:
             loads, failed_loads = ordered
@@ -307,7 +315,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active = len(self._jobs)
         counters.session_blocks = 0 if self._sessions is None else self._sessions.blocks
-        return super().get_stats()
+        stats = super().get_stats()
+        return stats if self._misses is None else {**stats, MISSES: self._misses.totals()}
 
     def shutdown(self) -> None:
         """Shut the manager down, and write the requests that are to be recorded.
@@ -320,6 +329,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         recorder, recording, start = self._recorder, self._spec.recording, time.monotonic()
         if recorder is not None:
             recorder.stop()
+        if self._misses is not None:
+            self._misses.shut_down()
         try:
             self.manager.shutdown()
         finally:
@@ -338,8 +349,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self._sessions is not None:
             self._sessions.clear()
         # The manager's events until now need the snapshots, which the reset of the tracker drops.
-        self._untaken_events += self.events.take_events(self.manager.take_events())
+        self._untaken_events += self.events.take_events(self._held_events())
         self.events.reset()
+        if self._misses is not None:
+            self._misses.reset()
 
     def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> RequestState:
         if not self._shows_cache:
@@ -372,6 +385,13 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._warn_hints("request %s: %s; ignored", shown_name(request.request_id), "; ".join(hints.malformed))
         self._counters.hints_unknown += hints.unknown
         return hints
+
+    def _held_events(self) -> Iterable[OffloadingEvent]:
+        return super()._held_events() if self._misses is None else self._misses.take_events()
+
+    def _allocated(self, state: RequestState) -> None:
+        if self._misses is not None and not state.is_explained:
+            self._misses.note(state, self._is_paused())
 
     def _used(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         if self._sessions is not None:
@@ -411,6 +431,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             request, keys = state.request, state.keys[self.measure.group_idx]
             tokens = request.num_prompt_tokens
             self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
+        if self._misses is not None:
+            self._misses.ended(state)
         self.manager.on_request_finished(state.ctx, self._released(state))
 
     def _released(self, state: RequestState) -> list[OffloadKey]:

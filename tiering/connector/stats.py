@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from tiering.connector.metrics import CONNECTOR, GAUGES, MANAGER, TIERS
+from tiering.connector.metrics import CONNECTOR, GAUGES, LABELLED, MANAGER, TIERS
 from tiering.copy.contract import TransferType
 
 RECORDS = (MANAGER, CONNECTOR)
 """Keys of ``data`` with one record of counters each.
 
-All keys except these and :data:`TIERS` are transfer types.
+All keys except these and those of :data:`~tiering.connector.metrics.LABELLED` are transfer types.
 """
 
 StatsData = Mapping[str, object]
@@ -62,6 +62,7 @@ class OffloadingConnectorStats:
 
         - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``, one per transfer.
         - ``"tiers"``: the fields of :class:`tiering.secondary.tier_stats.TierStats` by tier name.
+        - ``"misses"``: the fields of :class:`tiering.connector.metrics.MissCounters` by cause and tier.
         - ``"manager"``: the fields of :class:`tiering.manager.manager_stats.ManagerStats`.
         - ``"connector"``: the fields of the scheduler half's counters.
         """
@@ -81,8 +82,12 @@ class OffloadingConnectorStats:
 
     def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
         """Add the fields of each tier, by tier name; counters are increments (:class:`Increments`)."""
-        for name, fields in tiers.items():
-            known = self.data.setdefault(TIERS, {})
+        self.record_labelled(TIERS, tiers)
+
+    def record_labelled(self, record: str, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the fields of each part of a record, by the values of its labels; counters are increments."""
+        for name, fields in parts.items():
+            known = self.data.setdefault(record, {})
             known[name] = _added(fields, known.get(name, {}))
 
     def record(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -95,8 +100,8 @@ class OffloadingConnectorStats:
         The result shares no data with ``other``.
         """
         for name, operations in other.data.items():
-            if name == TIERS:
-                self.record_tiers(operations)
+            if name in LABELLED:
+                self.record_labelled(name, operations)
             elif name in RECORDS:
                 self.record(name, operations)
             else:
@@ -107,7 +112,7 @@ class OffloadingConnectorStats:
         """Return ``<type>_total_bytes`` and ``<type>_total_time`` (seconds) of each transfer type."""
         totals: dict[str, int | float] = {}
         for name, operations in self.data.items():
-            if name != TIERS and name not in RECORDS:
+            if name not in LABELLED and name not in RECORDS:
                 totals[f"{name}_total_bytes"] = sum(operation["op_size"] for operation in operations)
                 totals[f"{name}_total_time"] = sum(operation["op_time"] for operation in operations)
         return totals

@@ -220,6 +220,7 @@ def read_event(event: object, tier: str) -> OffloadingEvent:
         and event.tier == tier
         and type(event.order) is int
         and type(event.removed) is bool
+        and type(event.evicted) is bool
         and type(event.keys) in (list, tuple)
         and _BYTES.issuperset(map(type, event.keys))
     ):

@@ -148,7 +148,8 @@ class TierJobs:
             if chosen is None:
                 return
             if len(chosen) < len(keys):
-                keys, rows = [keys[position] for position in chosen], rows[chosen]
+                offered, keys, rows = keys, [keys[position] for position in chosen], rows[chosen]
+                self._tiers.note_unstored(state, offered, keys)
         if not keys:
             return
         now, count = self._clock(), 0
@@ -364,6 +365,9 @@ class TierJobs:
             return
         if success and arrived is None:
             self._note_held(state, job.block_ids)
+        else:
+            taken = result.successful_keys
+            self._tiers.note_unstored(state, job.keys, taken if taken and type(taken) in _PLAIN else ())
         self._primary.unpin(job.block_ids)
         state.cascading_rows -= len(job.block_ids)
         state.cascade_ended = self._clock()

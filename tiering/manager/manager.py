@@ -18,7 +18,7 @@ from typing import Any
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.manager import OffloadingEvent, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import LATE_STORE, WANTED_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec
@@ -26,6 +26,7 @@ from tiering.manager.answers import TRUTH
 from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.miss_facts import MissFacts
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
 from tiering.manager.promotions import Promotions
@@ -59,10 +60,8 @@ An inclusive tier of that size has most of the hits as well, and copies each com
 computed blocks are copied in any case, and nothing bounds the second copy.
 """
 
-_order = attrgetter("order")
 
-
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(MissFacts):
     """A manager of a primary and secondary tiers that cascades stored blocks and promotes missing ones.
 
     Without secondary tiers, the manager is a CPU cache. A tier breaks its contract if it raises, returns what its
@@ -527,7 +526,7 @@ class TieringOffloadingManager(OffloadingManager):
             return []
         events = self.primary_tier.take_events()
         events += self._tiers.take_events()
-        events.sort(key=_order)
+        events.sort(key=attrgetter("order"))
         return events
 
     def get_stats(self) -> dict[str, Any]:

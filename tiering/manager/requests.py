@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
+from tiering.api.manager import LookupOutcome
 from tiering.api.masking import shown, shown_name
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_policy
@@ -73,6 +74,12 @@ class Request:
         if awaited is None or not self.asked or awaited[0] != len(keys) or awaited[1] != keys[-1]:
             return None
         return awaited[2] if awaited[2] >= at_least else None
+
+    def outcome_of(self, key: OffloadKey) -> LookupOutcome:
+        """Return why the request does not load a block."""
+        failed = tuple(state.name for state in self.tiers if key in self.failed.get(state.rank, ()))
+        least = tuple((state.name, state.min_prefix_blocks) for state in self.tiers)
+        return LookupOutcome(key in self.refused, failed, least)
 
     def wait_undecided(self, now: float, patience: float) -> bool:
         """Begin the wait of undecided lookups at the first call, and return False once the wait is over.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.manager import OffloadingEvent
+from tiering.api.manager import OffloadingEvent, Unstored
 from tiering.api.masking import shown
 from tiering.errors import ConfigError
 from tiering.manager.answers import (
@@ -270,6 +270,8 @@ class SecondaryTiers:
         self.states = [TierState.of(tier, rank, num_rows) for rank, tier in enumerate(tiers)]
         _check_names([state.name for state in self.states])
         """All tiers, fastest first."""
+        self.unstored: list[Unstored] | None = None
+        """Blocks that tiers did not take since they were taken from here; None: nobody takes them."""
         self._stats = stats
         self._clock = clock
         self._on_failed = on_failed
@@ -315,8 +317,14 @@ class SecondaryTiers:
             self.fail(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
             return None
 
+    def note_unstored(self, state: TierState, keys: Sequence[OffloadKey], taken: Sequence[OffloadKey] = ()) -> None:
+        """Note that a tier took no other of ``keys`` than those in ``taken``; the sequences do not change any more."""
+        if self.unstored is not None:
+            self.unstored.append(Unstored(state.name, keys, taken))
+
     def report_unstored(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
         """Report to a tier that ``keys`` left its queue unstored, and end requests without further blocks."""
+        self.note_unstored(state, keys)
         if keys and state.in_service and state.intake is not None:
             self.call(state, state.intake.not_stored, tuple(keys))
         self.end_requests(state)

@@ -363,14 +363,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         taken = self._table.allocate(keys)
         if taken is not None and taken[1] and self._enable_events:
-            self._events.add(_event(taken[1], removed=True))
+            self._events.add(_event(taken[1], removed=True, evicted=True))
         return taken
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Evict readable blocks, whatever the policy would choose; the rows of those without readers are free."""
         dropped = self._table.drop(keys)
         if dropped and self._enable_events:
-            self._events.add(_event(dropped, removed=True))
+            self._events.add(_event(dropped, removed=True, evicted=True))
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make pending ``keys`` readable, because their rows are written."""
@@ -435,5 +435,5 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         _log.debug("ignored %d completions of %s: no such copy is running", count, shown_name(req_id))
 
 
-def _event(keys: list[OffloadKey], *, removed: bool) -> OffloadingEvent:
-    return OffloadingEvent(keys, MEDIUM_CPU, LOCAL, PRIMARY_TIER, removed)
+def _event(keys: list[OffloadKey], *, removed: bool, evicted: bool = False) -> OffloadingEvent:
+    return OffloadingEvent(keys, MEDIUM_CPU, LOCAL, PRIMARY_TIER, removed, evicted=evicted)

@@ -1,0 +1,114 @@
+"""``kv-tiering why``: the causes of one request or of the last hour, from a running engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import kv_tiering
+from tests.explain.walk import LEAST, event, make_explainer
+from tiering.api.manager import LookupOutcome
+from tiering.explain.causes import REASONS, Reason
+from tiering.explain.explainer import Explainer, Missed
+from tiering.explain.service import ExplainService
+from tiering.testing.clock import FakeClock
+from tiering.testing.keys import keys_of
+
+KEYS = keys_of(*range(6))
+
+
+def explained() -> Explainer:
+    """Return an explainer with a request of 30 tokens, of which 4 were found and the others have four causes."""
+    clock = FakeClock()
+    explainer = make_explainer(clock)
+    explainer.events([event("cpu", *KEYS[:4]), event("local", *KEYS[2:4]), event("cpu", *KEYS[:4], evicted=True)])
+    explainer.settle()
+    clock.advance(600)
+    explainer.missed(Missed("cmpl-7", 30, 4, 30, 28, KEYS, LookupOutcome(False, (), LEAST)))
+    explainer.started("cmpl-7", 4)
+    return explainer
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExplainService]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    service = ExplainService(explained(), None)
+    yield service
+    service.stop(30)
+
+
+def test_a_request_is_explained_span_by_span(engine: ExplainService) -> None:
+    done = kv_tiering("why", "cmpl-7")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == [
+        "cmpl-7",
+        "  tokens 4 to 11 (8)",
+        "  tokens 12 to 19 (8)",
+        "  tokens 20 to 27 (8)",
+        "  tokens 28 to 29 (2)",
+    ]
+    assert lines[0].endswith(": 30 prompt tokens, 4 from caches, 26 computed")
+    assert lines[1].endswith(": evicted from cpu, 10 min ago; about 1.04 times the capacity would have kept them")
+    assert lines[2].endswith(f": local has stored the block, and it was not loaded ({REASONS[Reason.GAP]})")
+    assert lines[-1] == "  (nothing is known from before the last 10 min)"
+
+
+def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainService) -> None:
+    lines = kv_tiering("why", "--top").out.splitlines()
+    assert lines[0] == "26 prompt tokens computed in the last hour"
+    assert [line.split()[:3] for line in lines[1:-1]] == [
+        ["8", "30.8%", "evicted"],
+        ["8", "30.8%", "unserved"],
+        ["8", "30.8%", "diverged:"],
+        ["2", "7.7%", "remainder:"],
+    ]
+
+
+def test_the_answer_is_printed_as_data(engine: ExplainService) -> None:
+    answer = json.loads(kv_tiering("why", "cmpl-7", "--json", "--socket", engine.path).out)
+    assert sum(span["end"] - span["first"] for span in answer["causes"]) == answer["computed_tokens"] == 26
+
+
+def test_an_unknown_request_is_a_finding(engine: ExplainService) -> None:
+    done = kv_tiering("why", "other")
+    assert (done.code, done.out) == (1, "")
+    assert "request other is unknown" in done.err
+
+
+@pytest.mark.parametrize("words", [(), ("cmpl-7", "--top")])
+def test_one_question_is_asked(words: tuple[str, ...]) -> None:
+    done = kv_tiering("why", *words)
+    assert done.code == 2
+    assert "give the id of a request, or --top" in done.err
+
+
+def test_without_an_engine_the_word_to_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    done = kv_tiering("why", "--top")
+    assert done.code == 2
+    assert "set explain: {} in its stack" in done.err
+
+
+def test_of_several_engines_one_is_to_be_chosen(engine: ExplainService) -> None:
+    second = ExplainService(make_explainer(), None)
+    done = kv_tiering("why", "--top")
+    second.stop(30)
+    assert done.code == 2
+    assert str(engine.path) in done.err
+
+
+def test_a_socket_that_is_gone_is_an_error_of_one_line(tmp_path: Path) -> None:
+    done = kv_tiering("why", "--top", "--socket", tmp_path / "gone")
+    assert done.code == 1
+    assert "no engine answers" in done.err
+
+
+def test_an_engine_without_requests_has_an_empty_hour(tmp_path: Path) -> None:
+    service = ExplainService(make_explainer(), tmp_path / "s")
+    done = kv_tiering("why", "--top", "--socket", service.path)
+    service.stop(30)
+    assert (done.code, done.out.splitlines()[0]) == (0, "0 prompt tokens computed in the last hour")

@@ -1,0 +1,164 @@
+"""The socket of an explainer: private, robust, and gone with its engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tiering.testing.until import until
+
+from tests.explain.walk import make_explainer
+from tiering.errors import TemporaryStoreError
+from tiering.explain.explainer import Explainer, Missed
+from tiering.explain.service import ExplainService, ask, runtime_directory, sockets
+from tiering.testing.keys import keys_of
+
+
+@contextmanager
+def service(explainer: Explainer, path: Path | None) -> Iterator[ExplainService]:
+    made = ExplainService(explainer, path)
+    try:
+        yield made
+    finally:
+        made.stop(30)
+
+
+def computed() -> Explainer:
+    explainer = make_explainer()
+    explainer.missed(Missed("a", 17, 0, 17, 16, keys_of(*range(4)), None))
+    explainer.started("a", 0)
+    return explainer
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "kv-tiering"
+
+
+def test_an_engine_answers_on_a_socket_of_its_owner_alone(runtime: Path) -> None:
+    with service(computed(), None) as one:
+        assert sockets() == [one.path]
+        assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
+        answer = ask(one.path, {"request": "a"})
+    assert answer["computed_tokens"] == 17
+    assert sockets() == []
+    assert not one.path.exists()
+
+
+def test_an_answer_follows_all_notes_before_the_question(tmp_path: Path) -> None:
+    explainer = make_explainer()
+    with service(explainer, tmp_path / "s") as one:
+        explainer.missed(Missed("a", 17, 0, 17, 16, keys_of(*range(4)), None))
+        assert ask(one.path, {"request": "a"}) == {"error": "request a has not begun to compute"}
+        explainer.started("a", 0)
+        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
+        assert ask(one.path, {"top": True})["causes"][0] == {"cause": "new", "tier": "", "tokens": 16}
+
+
+def test_an_unknown_request_is_named(tmp_path: Path) -> None:
+    with service(computed(), tmp_path / "s") as one:
+        error = ask(one.path, {"request": "b"})["error"]
+    assert error == "request b is unknown, or is not among the last 1 requests"
+
+
+@pytest.mark.parametrize("question", [{}, {"request": 7}, {"top": False}])
+def test_a_wrong_question_gets_an_error(tmp_path: Path, question: dict[str, object]) -> None:
+    with service(computed(), tmp_path / "s") as one:
+        assert "neither" in ask(one.path, question)["error"]
+
+
+@pytest.mark.parametrize("data", [b"", b"{\n", b"\xff\n", b"x" * (1 << 15)])
+def test_a_client_that_talks_nonsense_does_not_end_the_service(tmp_path: Path, data: bytes) -> None:
+    with service(computed(), tmp_path / "s") as one:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(one.path))
+            client.sendall(data)
+        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
+
+
+def test_the_socket_of_a_killed_engine_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with pytest.raises(TemporaryStoreError, match="no engine answers"):
+        ask(path, {"top": True})
+    with service(computed(), path) as one:
+        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
+
+
+def test_a_second_engine_does_not_take_the_socket_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with service(computed(), tmp_path / "s") as first:
+        with caplog.at_level(logging.WARNING), service(make_explainer(), tmp_path / "s"):
+            pass
+        assert "another engine listens" in caplog.text
+        assert ask(first.path, {"request": "a"})["computed_tokens"] == 17
+
+
+def test_a_file_that_is_no_socket_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "s").write_text("mine")
+    with caplog.at_level(logging.WARNING), service(make_explainer(), tmp_path / "s"):
+        pass
+    assert "is no socket" in caplog.text
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_a_runtime_directory_that_others_can_write_is_not_used(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runtime.mkdir()
+    runtime.chmod(0o777)
+    explainer = computed()
+    with caplog.at_level(logging.WARNING), service(explainer, None):
+        assert until(lambda: explainer.totals and sum(explainer.totals.values()) == 17)  # it counts without a socket
+    assert "not a directory of this user alone" in caplog.text
+    assert sockets() == []
+
+
+def test_the_runtime_directory_without_a_session_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert runtime_directory().name == f"kv-tiering-{os.getuid()}"
+
+
+def test_without_a_thread_nothing_is_noted_and_no_socket_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("no more threads")
+
+    explainer = computed()
+    monkeypatch.setattr("tiering.runtime.pool._thread.start_new_thread", refuse)
+    with caplog.at_level(logging.WARNING):
+        made = ExplainService(explainer, tmp_path / "s")
+    assert "no misses are explained" in caplog.text
+    assert not (tmp_path / "s").exists()
+    explainer.started("a", 0)
+    assert not explainer._queue
+    made.stop(1)
+
+
+def test_a_stop_wakes_the_thread_and_may_come_twice(tmp_path: Path) -> None:
+    made = ExplainService(computed(), tmp_path / "s")
+    made.stop(30)
+    made.stop(30)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-tiering-why")]
+
+
+def test_a_forked_child_notes_nothing_and_leaves_the_parents_socket(tmp_path: Path) -> None:
+    explainer = computed()
+    with service(explainer, tmp_path / "s") as one:
+        child = os.fork()
+        if not child:
+            explainer.reset()
+            one.stop(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17

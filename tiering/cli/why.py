@@ -1,0 +1,106 @@
+"""``why``: the causes of the misses of one request, or of the last hour, from a running engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tiering.cli.output import duration
+from tiering.explain.causes import REASONS, SENTENCES, Cause, Reason
+from tiering.explain.past_blocks import TIME_UNIT
+from tiering.explain.service import ask, runtime_directory, sockets
+
+
+@click.command()
+@click.argument("request", required=False)
+@click.option("--top", is_flag=True, help="Show the most expensive causes of the last hour instead.")
+@click.option(
+    "--socket",
+    "path",
+    type=click.Path(path_type=Path),
+    help="Socket of the engine; the engine's log names it.  [default: the only one in the runtime directory]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def why(request: str | None, top: bool, path: Path | None, as_json: bool) -> int:
+    """Show why an engine computed the prompt tokens of a request.
+
+    REQUEST is the id of one of the last requests. The engine's stack needs the word explain, and the command runs on
+    the engine's machine, as the engine's user. No answer has tokens.
+
+    \b
+    Examples:
+      kv-tiering why chatcmpl-1234
+      kv-tiering why --top
+      kv-tiering why chatcmpl-1234 --socket /run/user/1000/kv-tiering/why-4711-1.sock
+    """
+    if (request is None) != top:
+        raise click.UsageError("give the id of a request, or --top")
+    answer = ask(_only_socket() if path is None else path, {"top": True} if top else {"request": request})
+    if as_json:
+        click.echo(json.dumps(answer))
+    elif "error" in answer:
+        click.echo(answer["error"], err=True)
+    else:
+        for line in _top_lines(answer) if top else _lines(answer):
+            click.echo(line)
+    return 1 if "error" in answer else 0
+
+
+def _only_socket() -> Path:
+    """Return the socket of the only engine of this user that explains misses.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    found = sockets()
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise click.UsageError(
+            f"several engines explain misses; choose one with --socket: {', '.join(map(str, found))}"
+        )
+    raise click.UsageError(
+        f"no engine of this user explains misses (no socket in {runtime_directory()}): set explain: {{}} in its stack, "
+        "or give the socket that its log names with --socket"
+    )
+
+
+def _lines(answer: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of an explanation for people."""
+    prompt, computed = answer["prompt_tokens"], answer["computed_tokens"]
+    yield f"{answer['request']}: {prompt} prompt tokens, {prompt - computed} from caches, {computed} computed"
+    for span in answer["causes"]:
+        yield f"  tokens {span['first']} to {span['end'] - 1} ({span['end'] - span['first']}): {_words(span)}"
+    yield f"  (nothing is known from before the last {duration(answer['followed_seconds'])})"
+
+
+def _words(span: dict[str, Any]) -> str:
+    """Return the sentence about neighbouring tokens with one cause."""
+    text = _cause(span["cause"], span.get("tier", ""))
+    if "reason" in span:
+        text += f" ({REASONS[Reason[span['reason'].upper()]]})"
+    if "ages" in span:
+        newest, oldest = (duration(age) if age else f"under {TIME_UNIT:g} s" for age in span["ages"])
+        text += f", {oldest} ago" if newest == oldest else f", {newest} to {oldest} ago"
+    if "factor" in span:
+        text += f"; about {span['factor']:g} times the capacity would have kept them"
+    return text
+
+
+def _cause(word: str, tier: str) -> str:
+    """Return the name of a cause, its tier and its sentence."""
+    return f"{word} {tier}".rstrip() + f": {SENTENCES[Cause[word.upper()]].format(tier=tier)}"
+
+
+def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the most expensive causes for people."""
+    causes = answer["causes"]
+    total = sum(one["tokens"] for one in causes)
+    yield f"{total} prompt tokens computed in the last hour"
+    for one in causes:
+        yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_cause(one['cause'], one['tier'])}"
+    yield f"(nothing is known from before the last {duration(answer['followed_seconds'])})"

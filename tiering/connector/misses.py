@@ -1,0 +1,122 @@
+"""The misses of the connector's requests, as the explainer gets them from the scheduler's thread.
+
+A request is noted once: when it first gets GPU blocks, with the keys that it neither found nor loads. What the tiers
+did before is noted first, so that the explainer sees the tiers as the lookup did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tiering.api.engine import MissExplaining
+from tiering.api.manager import OffloadingEvent, OffloadingManager
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.hits import HitSearch
+from tiering.connector.requests import RequestState
+from tiering.explain.explainer import Explainer, Missed
+from tiering.explain.service import ExplainService
+
+STOP_SECONDS = 5.0
+"""Longest wait for the explainer's thread at a shutdown, in seconds."""
+
+
+class Misses:
+    """The notes about one scheduler half's misses, and the explainer that gets them.
+
+    Args:
+        explaining: settings of the explanation.
+        groups: the KV-cache groups.
+        manager: the manager of the tiers.
+        search: the search for hits.
+        clock: returns monotonic seconds.
+        publishes: True if the engine takes the events of the tiers as well.
+    """
+
+    def __init__(
+        self,
+        explaining: MissExplaining,
+        groups: Sequence[OffloadGroup],
+        manager: OffloadingManager,
+        search: HitSearch,
+        clock: Callable[[], float],
+        *,
+        publishes: bool,
+    ) -> None:
+        self._groups = groups
+        self._manager = manager
+        self._group = search.measure
+        self._to_leave = search.tokens_to_leave
+        self._publishes = publishes
+        self._untaken: list[OffloadingEvent] = []
+        self.explainer = Explainer(explaining, self._group.offloaded_block_size, clock)
+        """The explainer."""
+        self.service = ExplainService(self.explainer, explaining.socket)
+        """The explainer's thread and socket."""
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Return the computed prompt tokens; each name has a cause and a tier, with a space in between."""
+        return {f"{cause.word} {tier}": {"missed_tokens": n} for (cause, tier), n in self.explainer.totals.items()}
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Note the events of the tiers, and return those since the last call."""
+        self._follow()
+        taken, self._untaken = self._untaken, []
+        return taken
+
+    def _follow(self) -> None:
+        """Note what the tiers did since the last call."""
+        events = self._manager.take_events()
+        if events:
+            self.explainer.events(events)
+            if self._publishes:
+                self._untaken += events
+        if unstored := self._manager.take_unstored():
+            self.explainer.unstored(unstored)
+
+    def note(self, state: RequestState, paused: bool) -> None:
+        """Note what a request has to compute.
+
+        Args:
+            state: the request, whose load is planned.
+            paused: True if nothing can be loaded at present.
+        """
+        state.is_explained = True
+        self._follow()
+        size, prompt = self._group.offloaded_block_size, state.request.num_prompt_tokens
+        keys, first = state.keys[self._group.group_idx], state.filled_tokens // size
+        ahead = self._group.lookahead_blocks
+        coverable = max(first, min(prompt // size - ahead, (prompt - self._to_leave) // size))
+        missed = keys[first : max(first, min(coverable, len(keys) - ahead))]
+        allowed = 0 if paused or not state.may_load else prompt
+        if state.policy.max_load_tokens is not None:
+            allowed = min(allowed, state.policy.max_load_tokens)
+        if first + len(missed) < coverable:  # the blocks of an adapter that is not known have no keys
+            allowed = min(allowed, (first + len(missed)) * size)
+        outcome = self._manager.lookup_outcome(missed[0], state.ctx) if missed else None
+        self.explainer.missed(
+            Missed(state.ctx.req_id, prompt, state.filled_tokens, allowed, coverable * size, missed, outcome)
+        )
+
+    def end_step(self, started: Iterable[Any]) -> None:
+        """Note what the tiers did, and the requests that begin to compute.
+
+        Args:
+            started: the engine's descriptions of the requests that run for the first time.
+        """
+        self._follow()
+        for new in started:
+            self.explainer.started(new.req_id, new.num_computed_tokens)
+
+    def ended(self, state: RequestState) -> None:
+        """Note the end of a request, whose blocks are known from now on."""
+        state.extend_keys(self._groups)
+        self.explainer.ended(state.ctx.req_id, state.keys[self._group.group_idx])
+
+    def reset(self) -> None:
+        """Note that all blocks were dropped."""
+        self.explainer.reset()
+
+    def shut_down(self) -> None:
+        """End the explainer's thread, and remove its socket."""
+        self.service.stop(STOP_SECONDS)

@@ -1,0 +1,68 @@
+"""The causes of misses, each with a sentence for people; exactly one holds for each computed prompt token."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Cause(IntEnum):
+    """Cause of a miss; the names in lower case are those of metrics and answers."""
+
+    REMAINDER = 0
+    NOT_ALLOWED = 1
+    UNSERVED = 2
+    UNSTORED = 3
+    EVICTED = 4
+    LOST = 5
+    DIVERGED = 6
+    NEW = 7
+    LOAD_FAILED = 8
+    UNEXAMINED = 9
+
+    @property
+    def word(self) -> str:
+        """Name in metrics and answers."""
+        return self.name.lower()
+
+
+class Reason(IntEnum):
+    """Reason why a block that a tier holds was not loaded."""
+
+    NONE = 0
+    GAP = 1
+    LATE = 2
+    FAILED = 3
+    SHORT = 4
+    UNAVAILABLE = 5
+
+    @property
+    def word(self) -> str:
+        """Name in answers; empty for :attr:`NONE`."""
+        return self.name.lower() if self else ""
+
+
+OF_A_TIER = frozenset((Cause.UNSERVED, Cause.UNSTORED, Cause.EVICTED, Cause.LOST))
+"""Causes that name a tier."""
+
+SENTENCES = {
+    Cause.REMAINDER: "the end of the prompt, which no hit can cover",
+    Cause.NOT_ALLOWED: "no load was allowed: the request's parameters, logprobs of the prompt, its adapter, or a reset",
+    Cause.UNSERVED: "{tier} has stored the block, and it was not loaded",
+    Cause.UNSTORED: "computed before, but {tier} did not take it: admission, no room, no bandwidth, or a failed write",
+    Cause.EVICTED: "evicted from {tier}",
+    Cause.LOST: "{tier} does not have it any more, without an eviction: expired, corrupt or deleted",
+    Cause.DIVERGED: "the prompt differs here from all known prompts that begin alike",
+    Cause.NEW: "no known prompt begins alike",
+    Cause.LOAD_FAILED: "a load to the GPU was planned and failed",
+    Cause.UNEXAMINED: "not examined: the record of the block was dropped",
+}
+"""Sentence of each cause; ``{tier}`` stands for the name of the tier."""
+
+REASONS = {
+    Reason.GAP: "a block that the hit needs, in front or of another KV-cache group, was missing",
+    Reason.LATE: "the load was overdue, or found no row of the CPU tier",
+    Reason.FAILED: "the tier failed to load it",
+    Reason.SHORT: "fewer blocks than the tier's min_prefix_blocks",
+    Reason.UNAVAILABLE: "the tier did not offer it when asked: out of service, too late, or gone from the medium",
+}
+"""Sentence of each reason why a held block was not loaded."""

@@ -1,0 +1,431 @@
+"""The explainer of one engine's misses: notes of the scheduler's thread, and the thread that draws the conclusions.
+
+On a step, what happened is appended to a queue, by reference: events of tiers, blocks that a tier did not take, and the
+keys that a request has to compute. The explainer's thread follows the queue in its order, so that each conclusion rests
+on the state of the tiers at the moment of the miss. Blocks are compared by keys only. A key covers the cache salt and
+the adapter, so the blocks of other tenants are never known ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.api.engine import MissExplaining
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import LookupOutcome, OffloadingEvent, Unstored
+from tiering.api.masking import shown_name
+from tiering.explain.causes import OF_A_TIER, Cause, Reason
+from tiering.explain.explanation import Explanation, Span, summary
+from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
+from tiering.runtime.forks import inert_in_children
+
+logger = logging.getLogger("kv_tiering.explain")
+
+MAX_WAITING_BLOCKS = 1 << 18
+"""Largest number of blocks in the queue, about 20 MB of keys; beyond it, all records start over."""
+
+MAX_OPEN = 1 << 16
+"""Largest number of requests that have not begun to compute and are remembered."""
+
+MINUTES = 60
+"""Minutes that the most expensive causes are summed over."""
+
+_PIECE = 128
+"""Blocks that are processed before other threads may run; that takes about 0.1 ms."""
+
+_CAUSE_UNIT, _TIER_UNIT = 64, 8
+"""Units of the numbers that stand for a cause, a tier and a reason."""
+
+Totals = Mapping[tuple[Cause, str], int]
+"""Tokens by cause and name of the tier."""
+
+
+class Missed(NamedTuple):
+    """The blocks that a request computes, as the scheduler's thread sees them when they are allocated."""
+
+    req_id: str
+    """Id of the request."""
+    prompt: int
+    """Tokens of the prompt."""
+    filled: int
+    """Leading tokens that are in the engine's cache or are being loaded."""
+    allowed: int
+    """Tokens of the prompt up to which loads are allowed."""
+    coverable: int
+    """Tokens of the prompt that a hit can cover at most, in whole blocks."""
+    keys: Sequence[OffloadKey]
+    """Keys of the coverable blocks from the first one on that is not filled."""
+    outcome: LookupOutcome | None
+    """Result of the lookup of the first of them; None: nothing is known."""
+
+
+class _Started(NamedTuple):
+    req_id: str
+    computed: int
+
+
+class _Ended(NamedTuple):
+    req_id: str
+    keys: Sequence[OffloadKey]
+
+
+_RESET = object()
+
+
+class Explainer:
+    """The causes of one engine's misses.
+
+    The scheduler's thread calls the methods that note something. All others belong to the explainer's thread.
+
+    Args:
+        explaining: settings, with the tiers and their capacities.
+        block_tokens: tokens of one block of the group that measures hits.
+        clock: returns monotonic seconds.
+        now: returns seconds since the epoch; default: the system's time.
+        pause: lets other threads run; default: gives up the interpreter lock for a moment.
+    """
+
+    def __init__(
+        self,
+        explaining: MissExplaining,
+        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        now: Callable[[], float] = time.time,
+        pause: Callable[[], object] = lambda: time.sleep(0),
+    ) -> None:
+        self._clock = clock
+        self._now = now
+        self._pause = pause
+        self._block_tokens = block_tokens
+        self._names = tuple(explaining.capacities)
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._capacities = tuple(explaining.capacities.values())
+        self._blocks = PastBlocks(explaining.blocks)
+        self._since = clock()
+        self._evictions = [0] * len(self._names)
+        self._queue: deque[Any] = deque()
+        self._noted = self._taken = 0
+        """Blocks that were appended to the queue, and that were taken from it."""
+        self._overflown = self._disabled = False
+        self._most_requests = explaining.requests
+        self._open: dict[str, tuple[Missed, list[Span], float]] = {}
+        self._explained: OrderedDict[str, Explanation] = OrderedDict()
+        tierless = {(cause, ""): 0 for cause in Cause if cause not in OF_A_TIER}
+        self._totals = tierless | {(cause, name): 0 for cause in sorted(OF_A_TIER) for name in self._names}
+        self._minutes: deque[tuple[int, Counter[tuple[Cause, str]]]] = deque(maxlen=MINUTES)
+        inert_in_children(self, _InertExplainer)
+
+    # ------------------------------------------------------------------------------------------- the scheduler's thread
+
+    def _note(self, note: object, blocks: int) -> None:
+        if self._noted - self._taken > MAX_WAITING_BLOCKS:
+            self._overflown = True
+            return
+        self._append(note, blocks)
+
+    def _append(self, note: object, blocks: int) -> None:
+        if self._disabled:
+            return
+        if self._overflown:  # what was left out makes all records doubtful
+            self._overflown = False
+            self._noted += 1
+            self._queue.append(_RESET)
+        self._noted += blocks + 1
+        self._queue.append(note)
+
+    def events(self, events: Iterable[OffloadingEvent]) -> None:
+        """Note events of the tiers, in their order."""
+        for event in events:
+            self._note(event, len(event.keys))
+
+    def unstored(self, unstored: Iterable[Unstored]) -> None:
+        """Note blocks that tiers did not take."""
+        for one in unstored:
+            self._note(one, len(one.keys))
+
+    def missed(self, missed: Missed) -> None:
+        """Note what a request has to compute; its first call counts."""
+        if self._noted - self._taken > MAX_WAITING_BLOCKS:
+            missed = missed._replace(keys=())  # its blocks are not examined
+        self._append(missed, len(missed.keys))
+
+    def started(self, req_id: str, computed: int) -> None:
+        """Note that a request begins to compute behind ``computed`` tokens."""
+        self._append(_Started(req_id, computed), 0)
+
+    def ended(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
+        """Note that a request has ended, and the keys of all blocks that it had."""
+        if self._noted - self._taken > MAX_WAITING_BLOCKS:
+            keys = ()
+        self._append(_Ended(req_id, keys), len(keys))
+
+    def reset(self) -> None:
+        """Note that all blocks were dropped, because of a reset: from now on, all are unknown."""
+        self._append(_RESET, 0)
+
+    def disable(self) -> None:
+        """Note nothing from now on, because no thread processes the notes."""
+        self._disabled = True
+        self._queue.clear()
+
+    @property
+    def totals(self) -> Totals:
+        """Tokens by cause and tier since the start."""
+        return dict(self._totals)
+
+    # ------------------------------------------------------------------------------------------- the explainer's thread
+
+    def settle(self) -> None:
+        """Process all notes so far."""
+        for _ in range(len(self._queue)):
+            note = self._queue.popleft()
+            self._process(note)
+            self._taken += 1 + len(getattr(note, "keys", ()))
+
+    def answer(self, req_id: str) -> Explanation | None:
+        """Return the explanation of a request; None if it has none, or has dropped out.
+
+        Engines append a hyphen and letters of their own to the id that a client knows; the latest such request counts.
+        """
+        found = self._explained.get(req_id)
+        if found is None:
+            latest = (name for name in reversed(self._explained) if name.startswith(f"{req_id}-"))
+            found = self._explained.get(next(latest, ""))
+        return found
+
+    def is_waiting(self, req_id: str) -> bool:
+        """Return True if a request has not begun to compute."""
+        return req_id in self._open or any(name.startswith(f"{req_id}-") for name in self._open)
+
+    def last_hour(self) -> Counter[tuple[Cause, str]]:
+        """Return the tokens by cause and tier of the last hour."""
+        first = int(self._clock() // 60) - MINUTES
+        return sum((tokens for minute, tokens in self._minutes if minute > first), Counter())
+
+    @property
+    def requests(self) -> int:
+        """Number of requests with an explanation."""
+        return len(self._explained)
+
+    @property
+    def followed_seconds(self) -> float:
+        """Seconds for which blocks have been followed."""
+        return self._clock() - self._since
+
+    def _process(self, note: object) -> None:
+        if self.followed_seconds > MOST_SECONDS or note is _RESET:
+            self._blocks.clear()
+            self._since = self._clock()
+        if isinstance(note, OffloadingEvent):
+            self._follow(note)
+        elif isinstance(note, Unstored):
+            tier = self._index.get(note.tier)
+            if tier is not None:
+                for hashes in self._pieces(note.refused()):
+                    self._blocks.unstored(hashes, tier, self._time)
+        elif isinstance(note, Missed):
+            if note.req_id not in self._open:
+                self._open[note.req_id] = (note, self._conclude(note), self._now())
+                if len(self._open) > MAX_OPEN:
+                    del self._open[next(iter(self._open))]
+        elif isinstance(note, _Started):
+            self._begin(note)
+        elif isinstance(note, _Ended):
+            self._open.pop(note.req_id, None)
+            for hashes in self._pieces(note.keys):
+                self._blocks.seen(hashes, self._time)
+
+    @property
+    def _time(self) -> int:
+        return int((self._clock() - self._since) / TIME_UNIT)
+
+    def _pieces(self, keys: Sequence[OffloadKey]) -> Iterable[NDArray[np.uint64]]:
+        """Yield the hashes of some keys at a time, after a moment in which other threads may run."""
+        for at in range(0, len(keys), _PIECE):
+            self._pause()
+            yield self._blocks.hashes(keys[at : at + _PIECE])
+
+    def _follow(self, event: OffloadingEvent) -> None:
+        tier = self._index.get(event.tier)
+        if tier is None:
+            return
+        for hashes in self._pieces(event.keys):
+            if not event.removed:
+                self._blocks.stored(hashes, tier, self._time)
+            elif event.evicted:
+                self._blocks.evicted(hashes, tier, self._time, self._evictions[tier])
+                self._evictions[tier] += len(hashes)
+            else:
+                self._blocks.lost(hashes, tier, self._time)
+
+    # ------------------------------------------------------------------------------------------------------ conclusions
+
+    def _conclude(self, missed: Missed) -> list[Span]:
+        """Return the causes of what a request computes, in the order of the prompt."""
+        size = self._block_tokens
+        first = missed.filled // size
+        spans: list[Span] = []
+        found = [(hashes, self._blocks.find(hashes)) for hashes in self._pieces(missed.keys)]
+        if found:
+            records = Records.joined([records for _, records in found])
+            codes = self._codes(missed, records, first)
+            borders = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+            for start, end in pairwise(borders):
+                spans.append(self._span(int(codes[start]), records, start, end, first * size))
+            for hashes, _ in found:
+                self._blocks.seen(hashes, self._time)
+        end = (first + len(missed.keys)) * size
+        if end < missed.coverable:
+            cause = Cause.UNEXAMINED if missed.allowed > end else Cause.NOT_ALLOWED
+            spans.append(Span(end, missed.coverable, cause))
+        spans.append(Span(max(end, missed.coverable), missed.prompt, Cause.REMAINDER))
+        return spans
+
+    def _codes(self, missed: Missed, records: Records, first: int) -> NDArray[np.int64]:
+        """Return a number for the cause, the tier and the reason of each missed block.
+
+        Args:
+            missed: the blocks.
+            records: their records.
+            first: position of the first of them in the prompt.
+        """
+        known, removed, unstored = records.known, records.removed_from, records.unstored_by
+        last_known = int(np.flatnonzero(known)[-1]) if known.any() else -1
+        alike = first + last_known + 1 > 0
+        codes = np.full(len(known), _code(Cause.DIVERGED if alike else Cause.NEW), np.int64)
+        codes[: last_known + 1] = _code(Cause.UNEXAMINED)  # a key covers all tokens before it, so they were seen too
+        codes[known] = _code(Cause.UNSTORED)
+        gone = known & (removed > 0)
+        cause = np.where(records.lost, int(Cause.LOST), int(Cause.EVICTED)) * _CAUSE_UNIT
+        codes[gone] = (cause + (removed.astype(np.int64) - 1) * _TIER_UNIT)[gone]
+        declined = known & (unstored > 0)
+        codes[declined] = _code(Cause.UNSTORED) + (unstored.astype(np.int64)[declined] - 1) * _TIER_UNIT
+        self._add_held(codes, missed.outcome, records.held)
+        allowed = max(0, missed.allowed // self._block_tokens - first)
+        codes[allowed:] = _code(Cause.NOT_ALLOWED)
+        return codes
+
+    def _add_held(self, codes: NDArray[np.int64], outcome: LookupOutcome | None, held: NDArray[np.uint32]) -> None:
+        """Set the numbers of the blocks that a tier holds."""
+        if not held.any():
+            return
+        usable = np.uint32(1)
+        if outcome is not None:
+            for name, _ in outcome.tiers:
+                usable |= np.uint32(1 << self._index.get(name, 0))
+        codes[held > 0] = _code(Cause.NOT_ALLOWED)
+        held = held & usable
+        lowest = held & (~held + np.uint32(1))
+        tiers = np.log2(np.maximum(lowest, 1)).astype(np.int64)
+        is_held = held > 0
+        gap = len(held) if is_held.all() else int(np.flatnonzero(~is_held)[0])
+        base = int(Cause.UNSERVED) * _CAUSE_UNIT + tiers * _TIER_UNIT
+        codes[is_held] = (base + int(Reason.GAP))[is_held]
+        if gap:
+            reason = self._reason(outcome, self._names[int(tiers[0])], gap)
+            codes[:gap] = (base + int(reason))[:gap]
+
+    @staticmethod
+    def _reason(outcome: LookupOutcome | None, tier: str, length: int) -> Reason:
+        """Return the reason why a run of blocks was not loaded.
+
+        Args:
+            outcome: result of the lookup of its first block.
+            tier: fastest tier that holds this block.
+            length: number of blocks of the run.
+        """
+        if outcome is None:
+            return Reason.GAP
+        if outcome.refused:
+            return Reason.LATE
+        if tier in outcome.failed:
+            return Reason.FAILED
+        least = dict(outcome.tiers).get(tier)
+        if least is None:  # the CPU tier: its own blocks are always found
+            return Reason.GAP
+        return Reason.SHORT if length < least else Reason.UNAVAILABLE
+
+    def _span(self, code: int, records: Records, start: int, end: int, offset: int) -> Span:
+        """Return the span of the blocks from ``start`` to ``end``, whose cause is ``code``."""
+        cause, rest = divmod(code, _CAUSE_UNIT)
+        tier, reason = divmod(rest, _TIER_UNIT)
+        kind, size = Cause(cause), self._block_tokens
+        span = Span(offset + start * size, offset + end * size, kind, reason=Reason(reason))
+        if kind in OF_A_TIER:
+            span = span._replace(tier=self._names[tier])
+        if kind in (Cause.EVICTED, Cause.LOST):
+            now, times = self._time, records.time[start:end]
+            ages = (now - int(times.max())) * TIME_UNIT, (now - int(times.min())) * TIME_UNIT
+            span = span._replace(ages=ages)
+        if kind is Cause.EVICTED and (capacity := self._capacities[tier]):
+            later = (self._evictions[tier] - records.number[start:end].astype(np.int64)) % (1 << 32)
+            span = span._replace(factor=1 + int(later.max()) / capacity)
+        return span
+
+    # ------------------------------------------------------------------------------------------------------ begin, sums
+
+    def _begin(self, started: _Started) -> None:
+        """Fit the conclusions about a request to the tokens that it really computes, and count them."""
+        entry = self._open.pop(started.req_id, None)
+        if entry is None:
+            return
+        missed, spans, when = entry
+        begin, filled = min(started.computed, missed.prompt), min(missed.filled, missed.prompt)
+        final: list[Span] = []
+        if begin < filled:
+            is_last = filled == missed.prompt and begin == filled - 1
+            final.append(Span(begin, filled, Cause.REMAINDER if is_last else Cause.LOAD_FAILED))
+        for span in spans:
+            span = span._replace(first=max(span.first, begin, filled))
+            if span.first < span.end:
+                final.append(span)
+        explanation = Explanation(
+            started.req_id, when, missed.prompt, missed.prompt - begin, tuple(final), self.followed_seconds
+        )
+        self._explained.pop(started.req_id, None)
+        self._explained[started.req_id] = explanation
+        while len(self._explained) > self._most_requests:
+            self._explained.popitem(last=False)
+        minute = int(self._clock() // 60)
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append((minute, Counter()))
+        for span in final:
+            self._totals[span.cause, span.tier] += span.end - span.first
+            self._minutes[-1][1][span.cause, span.tier] += span.end - span.first
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("request %s computed %s", shown_name(started.req_id), summary(final))
+
+
+class _InertExplainer:
+    """Explainer in a forked child: only the parent's thread would process the notes."""
+
+    def events(self, events: Iterable[OffloadingEvent]) -> None:
+        """Do nothing."""
+
+    def unstored(self, unstored: Iterable[Unstored]) -> None:
+        """Do nothing."""
+
+    def missed(self, missed: Missed) -> None:
+        """Do nothing."""
+
+    def started(self, req_id: str, computed: int) -> None:
+        """Do nothing."""
+
+    def ended(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+
+def _code(cause: Cause) -> int:
+    return int(cause) * _CAUSE_UNIT

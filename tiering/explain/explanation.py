@@ -1,0 +1,77 @@
+"""The explanation of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tiering.explain.causes import Cause, Reason
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens of a prompt that were computed for one cause."""
+
+    first: int
+    """First token."""
+    end: int
+    """Token behind the last one."""
+    cause: Cause
+    """Cause of the misses."""
+    tier: str = ""
+    """Name of the tier that the cause names; empty for causes without one."""
+    reason: Reason = Reason.NONE
+    """Reason of :attr:`Cause.UNSERVED`."""
+    ages: tuple[float, float] | None = None
+    """Smallest and largest age of the evictions or losses in seconds; None for other causes."""
+    factor: float | None = None
+    """Multiple of the tier's capacity at which LRU would have kept all the blocks; None if not known."""
+
+
+class Explanation(NamedTuple):
+    """The causes of all prompt tokens that one request computed."""
+
+    req_id: str
+    """Id of the request."""
+    time: float
+    """Time at which the request began, in seconds since the epoch."""
+    prompt: int
+    """Tokens of the prompt."""
+    computed: int
+    """Prompt tokens that were computed: the sum of the spans."""
+    spans: tuple[Span, ...]
+    """The computed tokens by cause, in their order, without gaps in between."""
+    since: float
+    """Seconds for which blocks have been followed: nothing is known from before."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain data, as the socket sends it."""
+        return {
+            "request": self.req_id,
+            "time": self.time,
+            "prompt_tokens": self.prompt,
+            "computed_tokens": self.computed,
+            "followed_seconds": self.since,
+            "causes": [_span_data(span) for span in self.spans],
+        }
+
+
+def _span_data(span: Span) -> dict[str, Any]:
+    data: dict[str, Any] = {"first": span.first, "end": span.end, "cause": span.cause.word}
+    if span.tier:
+        data["tier"] = span.tier
+    if span.reason:
+        data["reason"] = span.reason.word
+    if span.ages is not None:
+        data["ages"] = list(span.ages)
+    if span.factor is not None:
+        data["factor"] = round(span.factor, 2)
+    return data
+
+
+def summary(spans: Sequence[Span]) -> str:
+    """Return the tokens by cause and tier on one line, for the log."""
+    totals: dict[str, int] = {}
+    for span in spans:
+        name = f"{span.cause.word} {span.tier}".strip()
+        totals[name] = totals.get(name, 0) + span.end - span.first
+    return ", ".join(f"{name} {tokens}" for name, tokens in totals.items()) or "nothing"

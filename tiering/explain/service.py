@@ -1,0 +1,254 @@
+"""The thread of an explainer, and the UNIX socket on which it answers.
+
+The socket is a file that only its owner may use, in a directory that only its owner may use. A question and its answer
+are one line of JSON each. No answer has tokens or hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tiering.errors import ConfigError, TemporaryStoreError
+from tiering.explain.explainer import Explainer
+from tiering.runtime.forks import inert_in_children
+from tiering.runtime.pool import ThreadPool
+
+logger = logging.getLogger("kv_tiering.explain")
+
+PERIOD = 0.25
+"""Seconds between two looks at the notes of the scheduler's thread."""
+
+LONGEST_QUESTION = 1 << 14
+"""Largest number of bytes of a question."""
+
+LONGEST_ANSWER = 1 << 24
+"""Largest number of bytes of an answer."""
+
+_CLIENT_SECONDS = 1.0
+"""Seconds for which one client may keep the thread."""
+
+_numbers = count(1)
+
+
+def runtime_directory() -> Path:
+    """Return the directory of this user's sockets; it may not exist yet."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "kv-tiering" if base else Path(tempfile.gettempdir()) / f"kv-tiering-{os.getuid()}"
+
+
+def sockets() -> list[Path]:
+    """Return the sockets in the runtime directory of this user that a process listens on."""
+    return [path for path in sorted(runtime_directory().glob("why-*.sock")) if _is_listening(path)]
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_CLIENT_SECONDS)
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of the engine that listens on a socket.
+
+    Args:
+        path: the socket.
+        question: ``{"request": id}`` or ``{"top": true}``.
+
+    Raises:
+        TemporaryStoreError: no engine answers there.
+    """
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10 * _CLIENT_SECONDS)
+        try:
+            client.connect(str(path))
+            client.sendall(json.dumps(question).encode() + b"\n")
+            data = b"".join(_chunks(client, LONGEST_ANSWER))
+            answer = json.loads(data)
+        except (OSError, ValueError) as error:
+            raise TemporaryStoreError(f"{path}: no engine answers: {error}") from error
+    if not isinstance(answer, dict):
+        raise TemporaryStoreError(f"{path}: the answer is no mapping")
+    return answer
+
+
+def _chunks(peer: socket.socket, most: int) -> Iterator[bytes]:
+    """Yield what a peer sends until the end of a line, of the connection, or of ``most`` bytes."""
+    while most > 0 and (chunk := peer.recv(min(most, 1 << 16))):
+        yield chunk
+        if chunk.endswith(b"\n"):
+            return
+        most -= len(chunk)
+
+
+class ExplainService:
+    """The thread that processes an explainer's notes and answers questions on a socket.
+
+    Without a thread, the explainer notes nothing; without a socket, only its counters and log lines are left. Both are
+    logged once.
+
+    Args:
+        explainer: the explainer.
+        path: the socket; None: a new one in the runtime directory.
+    """
+
+    def __init__(self, explainer: Explainer, path: Path | None) -> None:
+        self._explainer = explainer
+        self._stopped = threading.Event()
+        self._server = self._listen(path)
+        self._threads = ThreadPool("kv-tiering-why", 1)
+        self._threads.run(self._serve, self._unstarted)
+        inert_in_children(self, _InertService)
+
+    def stop(self, timeout: float) -> None:
+        """End the thread and remove the socket; a second call does nothing.
+
+        Args:
+            timeout: longest wait for the thread in seconds.
+        """
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._threads.stop()
+        if self._server is not None:
+            with suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # ends the wait for a client
+        self._threads.join(timeout)
+        self._close()
+
+    def _close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            with suppress(OSError):
+                Path(self.path).unlink()
+            server.close()
+
+    def _listen(self, path: Path | None) -> socket.socket | None:
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            if path is None:
+                directory = runtime_directory()
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_private(directory)
+                path = directory / f"why-{os.getpid()}-{next(_numbers)}.sock"
+            self.path = path
+            """The socket's file."""
+            _remove_dead(path)
+            os.fchmod(server.fileno(), 0o600)  # the file that bind makes gets this mode
+            server.bind(str(path))
+            server.listen(4)
+            server.settimeout(PERIOD)
+        except (OSError, ConfigError) as error:
+            server.close()
+            logger.warning("explain: no socket, so kv-tiering why cannot ask this engine: %s", error)
+            return None
+        logger.info("explain: ask with kv-tiering why REQUEST --socket %s", path)
+        return server
+
+    def _unstarted(self, error: BaseException) -> None:
+        self._explainer.disable()
+        self._close()
+        logger.warning("explain: no thread can be started, so no misses are explained: %s", error)
+
+    def _serve(self) -> None:
+        while not self._stopped.is_set():
+            server = self._server
+            client = None
+            if server is None:
+                self._stopped.wait(PERIOD)
+            else:
+                with suppress(TimeoutError):
+                    try:
+                        client, _ = server.accept()
+                    except TimeoutError:
+                        raise
+                    except OSError as error:
+                        if not self._stopped.is_set():
+                            logger.warning("explain: the socket failed, so no more questions are answered: %s", error)
+                            self._close()
+            self._explainer.settle()
+            if client is not None:
+                with client, suppress(OSError):
+                    self._answer(client)
+        self._explainer.settle()
+
+    def _answer(self, client: socket.socket) -> None:
+        client.settimeout(_CLIENT_SECONDS)
+        try:
+            question = json.loads(b"".join(_chunks(client, LONGEST_QUESTION)))
+        except ValueError:
+            question = None
+        answer = answer_to(self._explainer, question)
+        client.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
+    """Return the answer to a question, as plain data; it has the key ``error`` if there is none.
+
+    Args:
+        explainer: the explainer.
+        question: the question, as a client has sent it.
+    """
+    if isinstance(question, dict) and question.get("top") is True:
+        totals = explainer.last_hour()
+        causes = [
+            {"cause": cause.word, "tier": tier, "tokens": tokens} for (cause, tier), tokens in totals.most_common()
+        ]
+        return {"causes": causes, "requests": explainer.requests, "followed_seconds": explainer.followed_seconds}
+    name = question.get("request") if isinstance(question, dict) else None
+    if not isinstance(name, str):
+        return {"error": 'the question is neither {"request": "ID"} nor {"top": true}'}
+    found = explainer.answer(name)
+    if found is not None:
+        return found.as_dict()
+    if explainer.is_waiting(name):
+        return {"error": f"request {name} has not begun to compute"}
+    return {"error": f"request {name} is unknown, or is not among the last {explainer.requests} requests"}
+
+
+def _check_private(directory: Path) -> None:
+    """Refuse a directory that others may change.
+
+    Raises:
+        ConfigError: the directory belongs to another user, or others may write to it.
+    """
+    state = directory.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} is not a directory of this user alone; make it one (chmod 700), or set explain.socket"
+        )
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that a killed process has left.
+
+    Raises:
+        ConfigError: a process listens there, or the file is no socket.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} exists and is no socket; set another explain.socket")
+        if _is_listening(path):
+            raise ConfigError(f"another engine listens on {path}; give each engine its own explain.socket")
+        path.unlink()
+
+
+class _InertService:
+    """Service in a forked child: only the parent answers."""
+
+    def stop(self, timeout: float) -> None:
+        """Return at once: thread and socket are the parent's."""
