@@ -35,7 +35,7 @@ def _prompts(count: int, dice: random.Random) -> list[FakeRequest]:
 
 
 def _run(bench: Bench, count: int, *, explains: bool) -> Sample:
-    """Return the CPU microseconds per missed block of the scheduler's thread, and those of the explainer's."""
+    """Return the CPU microseconds per missed block of the scheduler's thread, and of the other thread."""
     primary = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 16), np.uint8).data, enable_events=explains)
     manager = TieringOffloadingManager(primary, enable_events=explains)
     spec = make_spec()

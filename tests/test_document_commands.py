@@ -25,8 +25,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runner import Done, kv_tiering
+from tests.explain.walk import explained
 from tests.test_documents import DOCUMENTS, ROOT, blocks
 from tests.tiers.local.rig import LocalRig
+from tiering.explain.service import ExplainService
 from tiering.testing.keys import keys_of
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -185,6 +187,12 @@ def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 words += ["--requests", "30"]
             if words[0] == "bench":
                 words = short(words)
+            if words[0] == "why":
+                monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+                engine = ExplainService(explained("cmpl-7"), None)
+                done = kv_tiering(*words)
+                engine.stop(30)
+                return done
             return kv_tiering(*words)
 
     return run

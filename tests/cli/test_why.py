@@ -9,33 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runner import kv_tiering
-from tests.explain.walk import LEAST, event, make_explainer
-from tiering.api.manager import LookupOutcome
+from tests.explain.walk import explained, make_explainer
 from tiering.explain.causes import REASONS, Reason
-from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.service import ExplainService
-from tiering.testing.clock import FakeClock
-from tiering.testing.keys import keys_of
-
-KEYS = keys_of(*range(6))
-
-
-def explained() -> Explainer:
-    """Return an explainer with a request of 30 tokens, of which 4 were found and the others have four causes."""
-    clock = FakeClock()
-    explainer = make_explainer(clock)
-    explainer.events([event("cpu", *KEYS[:4]), event("local", *KEYS[2:4]), event("cpu", *KEYS[:4], evicted=True)])
-    explainer.settle()
-    clock.advance(600)
-    explainer.missed(Missed("cmpl-7", 30, 4, 30, 28, KEYS, LookupOutcome(False, (), LEAST)))
-    explainer.started("cmpl-7", 4)
-    return explainer
 
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExplainService]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    service = ExplainService(explained(), None)
+    service = ExplainService(explained("cmpl-7"), None)
     yield service
     service.stop(30)
 

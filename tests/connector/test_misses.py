@@ -16,7 +16,7 @@ from tiering.api.engine import MissExplaining
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.explain.causes import Cause, Reason
+from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explanation import Explanation
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -157,8 +157,8 @@ def test_a_prompt_that_was_never_seen_is_new(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         explanation = one.run(PROMPT, "a")
     assert [(span.first, span.end, span.cause) for span in explanation.spans] == [
-        (0, 16, Cause.NEW),
-        (16, 18, Cause.REMAINDER),
+        (0, 16, MissCause.NEW),
+        (16, 18, MissCause.REMAINDER),
     ]
     assert (explanation.prompt, explanation.computed) == (18, 18)
 
@@ -167,14 +167,14 @@ def test_a_prompt_diverges_behind_the_blocks_that_it_shares(tmp_path: Path) -> N
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         assert one.causes([*range(9), *range(100, 110)], "b") == [
-            (8, 16, Cause.DIVERGED, "", NONE),
-            (16, 19, Cause.REMAINDER, "", NONE),
+            (8, 16, MissCause.DIVERGED, "", NONE),
+            (16, 19, MissCause.REMAINDER, "", NONE),
         ]
 
 
 def test_blocks_of_the_engines_own_cache_count_as_known(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
-        assert one.causes(PROMPT, "a", 8)[0] == (8, 16, Cause.DIVERGED, "", NONE)
+        assert one.causes(PROMPT, "a", 8)[0] == (8, 16, MissCause.DIVERGED, "", NONE)
 
 
 def test_evicted_blocks_name_the_last_tier_that_held_them_and_the_capacity_that_suffices(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_evicted_blocks_name_the_last_tier_that_held_them_and_the_capacity_that_
         one.misses.explainer.settle()
         one.clock.advance(160)
         (first, _) = one.run(PROMPT, "b").spans
-    assert (first.first, first.end, first.cause, first.tier) == (0, 16, Cause.EVICTED, "local")
+    assert (first.first, first.end, first.cause, first.tier) == (0, 16, MissCause.EVICTED, "local")
     assert first.ages == (160, 160)
     assert first.factor == pytest.approx(1.04)  # four blocks beyond 100
 
@@ -197,14 +197,14 @@ def test_lost_blocks_were_not_evicted(tmp_path: Path) -> None:
         one.run(PROMPT, "a")
         one.evict("cpu")
         one.tier.remove(list(one.tier.held), evicted=False)
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.LOST, "local", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.LOST, "local", NONE)
 
 
 def test_declined_blocks_name_the_tier_that_declined_them(tmp_path: Path) -> None:
     with rig(tmp_path, admits=set()) as one:
         one.run(PROMPT, "a")
         one.evict("cpu")
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSTORED, "local", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSTORED, "local", NONE)
 
 
 def test_blocks_whose_write_failed_name_the_tier(tmp_path: Path) -> None:
@@ -212,20 +212,20 @@ def test_blocks_whose_write_failed_name_the_tier(tmp_path: Path) -> None:
         one.fail_jobs()
         one.run(PROMPT, "a")
         one.evict("cpu")
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSTORED, "local", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSTORED, "local", NONE)
 
 
 def test_blocks_that_left_the_queue_of_a_tier_name_the_tier(tmp_path: Path) -> None:
     with rig(tmp_path, rows=4, allowance=0) as one:
         one.run(PROMPT, "a")
         one.run(range(100, 116), "other")  # takes the rows
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSTORED, "local", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSTORED, "local", NONE)
 
 
 def test_blocks_that_the_cpu_tier_never_took_name_it(tmp_path: Path) -> None:
     with rig(tmp_path, rows=1) as one:
         one.run(PROMPT, "a")
-        assert one.causes(PROMPT, "b")[0][2:4] == (Cause.UNSTORED, "cpu")
+        assert one.causes(PROMPT, "b")[0][2:4] == (MissCause.UNSTORED, "cpu")
 
 
 def test_blocks_that_another_request_computes_now_are_not_new(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_blocks_that_another_request_computes_now_are_not_new(tmp_path: Path) ->
         running = FakeRequest("a", list(PROMPT))
         one.match(running)
         one.scheduler.update_state_after_alloc(running, FakeBlocks((ids(5),)), 0)  # in the same step as the other
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSTORED, "cpu", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSTORED, "cpu", NONE)
 
 
 def test_blocks_behind_a_missing_one_are_held_in_vain(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_blocks_behind_a_missing_one_are_held_in_vain(tmp_path: Path) -> None:
         one.evict("cpu")
         one.tier.remove(keys[1:2], evicted=True)
         assert one.causes(PROMPT, "b") == [
-            (4, 8, Cause.EVICTED, "local", NONE),
-            (8, 16, Cause.UNSERVED, "local", Reason.GAP),
-            (16, 18, Cause.REMAINDER, "", NONE),
+            (4, 8, MissCause.EVICTED, "local", NONE),
+            (8, 16, MissCause.UNSERVED, "local", Reason.GAP),
+            (16, 18, MissCause.REMAINDER, "", NONE),
         ]
 
 
@@ -254,14 +254,14 @@ def test_blocks_of_a_tier_out_of_service_are_unavailable(tmp_path: Path) -> None
         one.run(PROMPT, "a")
         one.evict("cpu")
         one.manager._states[0].in_service = False
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSERVED, "local", Reason.UNAVAILABLE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.UNAVAILABLE)
 
 
 def test_too_few_blocks_for_a_load_are_short(tmp_path: Path) -> None:
     with rig(tmp_path, min_prefix_blocks=5) as one:
         one.run(PROMPT, "a")
         one.evict("cpu")
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSERVED, "local", Reason.SHORT)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.SHORT)
 
 
 def test_overdue_promotions_are_late(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_overdue_promotions_are_late(tmp_path: Path) -> None:
         one.run(PROMPT, "a")
         one.evict("cpu")
         one.tier.finish_all = lambda: one.clock.advance(2)  # type: ignore[method-assign]
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSERVED, "local", Reason.LATE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.LATE)
 
 
 def test_blocks_that_a_tier_fails_to_load_have_failed(tmp_path: Path) -> None:
@@ -277,14 +277,14 @@ def test_blocks_that_a_tier_fails_to_load_have_failed(tmp_path: Path) -> None:
         one.run(PROMPT, "a")
         one.evict("cpu")
         one.fail_jobs()
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSERVED, "local", Reason.FAILED)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.FAILED)
 
 
 def test_a_request_that_may_not_load_names_no_other_cause(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         params = {"kv_tiering": {"load": False}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, Cause.NOT_ALLOWED, "", NONE)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, MissCause.NOT_ALLOWED, "", NONE)
 
 
 def test_blocks_without_keys_were_not_allowed(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ def test_blocks_without_keys_were_not_allowed(tmp_path: Path) -> None:
         found = one.misses.explainer.answer("a")
         assert found is not None
         assert [(span.first, span.end, span.cause) for span in found.spans] == [
-            (0, 16, Cause.NOT_ALLOWED),
-            (16, 18, Cause.REMAINDER),
+            (0, 16, MissCause.NOT_ALLOWED),
+            (16, 18, MissCause.REMAINDER),
         ]
 
 
@@ -305,7 +305,7 @@ def test_tokens_behind_the_limit_of_a_request_were_not_allowed(tmp_path: Path) -
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         params = {"kv_tiering": {"max_load_tokens": 8}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (8, 16, Cause.NOT_ALLOWED, "", NONE)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (8, 16, MissCause.NOT_ALLOWED, "", NONE)
 
 
 def test_tiers_that_the_request_leaves_out_were_not_allowed(tmp_path: Path) -> None:
@@ -313,22 +313,22 @@ def test_tiers_that_the_request_leaves_out_were_not_allowed(tmp_path: Path) -> N
         one.run(PROMPT, "a")
         one.evict("cpu")
         params = {"kv_tiering": {"tiers": ["cpu"]}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, Cause.NOT_ALLOWED, "", NONE)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, MissCause.NOT_ALLOWED, "", NONE)
 
 
 def test_a_load_that_fails_on_the_gpu_is_counted_as_such(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         assert one.causes(PROMPT, "b", fails=True) == [
-            (0, 16, Cause.LOAD_FAILED, "", NONE),
-            (16, 18, Cause.REMAINDER, "", NONE),
+            (0, 16, MissCause.LOAD_FAILED, "", NONE),
+            (16, 18, MissCause.REMAINDER, "", NONE),
         ]
 
 
 def test_the_last_token_of_a_prompt_that_is_held_is_computed_again(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         one.run(range(16), "a")
-        assert one.causes(range(16), "b") == [(15, 16, Cause.REMAINDER, "", NONE)]
+        assert one.causes(range(16), "b") == [(15, 16, MissCause.REMAINDER, "", NONE)]
 
 
 def test_after_a_reset_all_prompts_are_new(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_after_a_reset_all_prompts_are_new(tmp_path: Path) -> None:
         one.run(PROMPT, "a")
         one.scheduler.reset_cache()
         idle_step(one.scheduler)
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.NEW, "", NONE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.NEW, "", NONE)
 
 
 def test_a_window_block_that_is_missing_leaves_the_others_in_vain(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_window_block_that_is_missing_leaves_the_others_in_vain(tmp_path: Path
         request = FakeRequest("x", list(PROMPT))
         one.tier.remove(list(one.tier.held), evicted=True)
         one.manager.primary_tier.drop([key for key in request.keys(1) if key in one.manager.primary_tier.readable])
-        assert one.causes(PROMPT, "b")[0] == (0, 16, Cause.UNSERVED, "cpu", Reason.GAP)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "cpu", Reason.GAP)
 
 
 def test_the_answer_of_a_prompt_is_known_once_its_request_has_ended(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_the_answer_of_a_prompt_is_known_once_its_request_has_ended(tmp_path: Pa
         one.begin(request)
         request.append(*range(18, 24))
         one.scheduler.request_finished(request, [])
-        assert one.causes(range(26), "b")[0] == (16, 24, Cause.UNSTORED, "cpu", NONE)
+        assert one.causes(range(26), "b")[0] == (16, 24, MissCause.UNSTORED, "cpu", NONE)
 
 
 def test_a_request_that_ends_before_it_begins_has_no_explanation(tmp_path: Path) -> None:

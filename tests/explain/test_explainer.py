@@ -11,7 +11,7 @@ from tests.explain.walk import LEAST, TIERS, causes_of, event, make_explainer
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LookupOutcome
 from tiering.explain import explainer as module
-from tiering.explain.causes import Cause
+from tiering.explain.causes import MissCause
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
 from tiering.explain.past_blocks import MOST_SECONDS
@@ -101,23 +101,23 @@ class TestBounds:
         found = explainer.answer("a")
         assert found is not None
         assert [(span.end - span.first, span.cause) for span in found.spans] == [
-            (16, Cause.UNEXAMINED),
-            (1, Cause.REMAINDER),
+            (16, MissCause.UNEXAMINED),
+            (1, MissCause.REMAINDER),
         ]
         explainer.events([event("local", THEIRS[0])])
         explainer.settle()
-        assert compute(explainer, "b", MINE[:1]).spans[0].cause is Cause.NEW
+        assert compute(explainer, "b", MINE[:1]).spans[0].cause is MissCause.NEW
 
     def test_a_dropped_record_in_the_middle_of_known_blocks_is_not_taken_for_a_new_block(self) -> None:
         explainer = make_explainer()
         explainer.events([event("cpu", MINE[0]), event("cpu", MINE[2]), event("cpu", MINE[0], MINE[2], evicted=True)])
         spans = compute(explainer, "a", MINE).spans
         assert [span.cause for span in spans] == [
-            Cause.EVICTED,
-            Cause.UNEXAMINED,
-            Cause.EVICTED,
-            Cause.DIVERGED,
-            Cause.REMAINDER,
+            MissCause.EVICTED,
+            MissCause.UNEXAMINED,
+            MissCause.EVICTED,
+            MissCause.DIVERGED,
+            MissCause.REMAINDER,
         ]
 
     def test_the_table_starts_over_when_its_times_end(self) -> None:
@@ -126,7 +126,7 @@ class TestBounds:
         compute(explainer, "a", MINE)
         clock.advance(MOST_SECONDS + 1)
         found = compute(explainer, "b", MINE)
-        assert (found.spans[0].cause, found.since) == (Cause.NEW, 0)
+        assert (found.spans[0].cause, found.since) == (MissCause.NEW, 0)
 
     def test_without_a_thread_nothing_is_kept(self) -> None:
         explainer = make_explainer()
@@ -138,7 +138,7 @@ class TestBounds:
     def test_a_tier_without_a_name_here_is_left_out(self) -> None:
         explainer = make_explainer()
         explainer.events([event("other", *MINE)])
-        assert compute(explainer, "a", MINE).spans[0].cause is Cause.NEW
+        assert compute(explainer, "a", MINE).spans[0].cause is MissCause.NEW
 
 
 class TestSums:
@@ -147,7 +147,7 @@ class TestSums:
         assert set(explainer.totals.values()) == {0}
         compute(explainer, "a", MINE)
         totals = explainer.totals
-        assert (totals[Cause.NEW, ""], totals[Cause.REMAINDER, ""], sum(totals.values())) == (16, 1, 17)
+        assert (totals[MissCause.NEW, ""], totals[MissCause.REMAINDER, ""], sum(totals.values())) == (16, 1, 17)
 
     def test_the_last_hour_forgets_what_is_older(self) -> None:
         clock = FakeClock()
@@ -155,9 +155,9 @@ class TestSums:
         compute(explainer, "a", MINE)
         clock.advance(3500)
         compute(explainer, "b", THEIRS[:1])
-        assert explainer.last_hour()[Cause.NEW, ""] == 20
+        assert explainer.last_hour()[MissCause.NEW, ""] == 20
         clock.advance(200)
-        assert explainer.last_hour()[Cause.NEW, ""] == 4
+        assert explainer.last_hour()[MissCause.NEW, ""] == 4
 
     def test_a_request_is_logged_on_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.DEBUG, "kv_tiering.explain"):
@@ -179,4 +179,4 @@ class TestSums:
         explainer.settle()
         found = explainer.answer("a")
         assert found is not None
-        assert causes_of(found) == [(Cause.NEW, "")] * 6 + [(Cause.REMAINDER, "")]
+        assert causes_of(found) == [(MissCause.NEW, "")] * 6 + [(MissCause.REMAINDER, "")]

@@ -10,10 +10,11 @@ from operator import eq
 from tiering.api.engine import MissExplaining
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, LookupOutcome, OffloadingEvent, Unstored
-from tiering.explain.causes import Cause, Reason
+from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
 from tiering.testing.clock import FakeClock
+from tiering.testing.keys import keys_of
 
 BLOCK = 4
 TIERS = ("cpu", "local", "bucket")
@@ -21,8 +22,8 @@ SECONDARY = TIERS[1:]
 CAPACITIES = {"cpu": 100, "local": 1000, "bucket": 0}
 LEAST = (("local", 1), ("bucket", 1))
 
-Planted = tuple[Cause, str]
-"""Cause of a block and the tier that it names."""
+Planted = tuple[MissCause, str]
+"""MissCause of a block and the tier that it names."""
 
 
 def make_explainer(clock: Callable[[], float] | None = None, *, blocks: int = 1 << 14, requests: int = 8) -> Explainer:
@@ -59,12 +60,12 @@ class Walk:
         self._mix([steps for _, _, steps in blocks])
         keys = [key for key, _, _ in blocks] + [self.key() for _ in range(new)]
         causes = [cause for _, cause, _ in blocks]
-        causes += [(Cause.DIVERGED if found + known else Cause.NEW, "")] * new
+        causes += [(MissCause.DIVERGED if found + known else MissCause.NEW, "")] * new
         allowed = rng.randrange(len(keys) + 1) if rng.random() < 0.2 else len(keys)
-        causes[allowed:] = [(Cause.NOT_ALLOWED, "")] * (len(keys) - allowed)
+        causes[allowed:] = [(MissCause.NOT_ALLOWED, "")] * (len(keys) - allowed)
         tail = rng.randrange(1, BLOCK)
         prompt = (found + len(keys)) * BLOCK + tail
-        tokens = [cause for cause in causes for _ in range(BLOCK)] + [(Cause.REMAINDER, "")] * tail
+        tokens = [cause for cause in causes for _ in range(BLOCK)] + [(MissCause.REMAINDER, "")] * tail
         failed = rng.randrange(found + 1) if rng.random() < 0.1 else 0
         outcome = LookupOutcome(False, (), LEAST)
         end = prompt - tail
@@ -74,35 +75,35 @@ class Walk:
         self.explainer.settle()
         explanation = self.explainer.answer(name)
         assert explanation is not None
-        return explanation, [(Cause.LOAD_FAILED, "")] * (failed * BLOCK) + tokens
+        return explanation, [(MissCause.LOAD_FAILED, "")] * (failed * BLOCK) + tokens
 
     def planted(self) -> tuple[OffloadKey, Planted, Iterator[Callable[[], object]]]:
         """Return a key, its cause, and the steps that lead to the cause."""
         key, rng, explainer = self.key(), self.rng, self.explainer
-        kind = rng.choice([Cause.EVICTED, Cause.LOST, Cause.UNSTORED, Cause.UNSERVED])
+        kind = rng.choice([MissCause.EVICTED, MissCause.LOST, MissCause.UNSTORED, MissCause.UNSERVED])
         tier = rng.choice(SECONDARY)
         steps: list[Callable[[], object]] = []
 
         def happens(*args: OffloadingEvent) -> None:
             steps.extend([lambda: explainer.events(args)])
 
-        if kind is Cause.UNSTORED and rng.random() < 0.3:
+        if kind is MissCause.UNSTORED and rng.random() < 0.3:
             steps.append(lambda: explainer.ended("earlier", [key]))
             return key, (kind, "cpu"), iter(steps)
         happens(event("cpu", key))
-        if kind is Cause.UNSTORED:
+        if kind is MissCause.UNSTORED:
             steps.append(lambda: explainer.unstored([Unstored(tier, [key], [])]))
         else:
             if rng.random() < 0.5:  # declined once, and taken later
                 steps.append(lambda: explainer.unstored([Unstored(tier, [key], [])]))
             happens(event(tier, key))
-        if kind is Cause.EVICTED and rng.random() < 0.5:
+        if kind is MissCause.EVICTED and rng.random() < 0.5:
             happens(event(tier, key, removed=True))
             tier = "cpu"
         happens(event("cpu", key, evicted=True))
-        if kind is Cause.EVICTED and tier != "cpu":
+        if kind is MissCause.EVICTED and tier != "cpu":
             happens(event(tier, key, evicted=True))
-        if kind is Cause.LOST:
+        if kind is MissCause.LOST:
             happens(event(tier, key, removed=True))
         return key, (kind, tier), iter(steps)
 
@@ -123,6 +124,18 @@ class Walk:
                 self.explainer.settle()
 
 
+def explained(name: str) -> Explainer:
+    """Return an explainer with one request of 30 tokens: 4 were found, and four causes explain the others."""
+    clock, keys = FakeClock(), keys_of(*range(6))
+    explainer = make_explainer(clock)
+    explainer.events([event("cpu", *keys[:4]), event("local", *keys[2:4]), event("cpu", *keys[:4], evicted=True)])
+    explainer.settle()
+    clock.advance(600)
+    explainer.missed(Missed(name, 30, 4, 30, 28, keys, LookupOutcome(False, (), LEAST)))
+    explainer.started(name, 4)
+    return explainer
+
+
 def causes_of(explanation: Explanation) -> list[Planted]:
     """Return the cause of each computed token.
 
@@ -133,7 +146,7 @@ def causes_of(explanation: Explanation) -> list[Planted]:
     tokens: list[Planted] = []
     for span in explanation.spans:
         assert span.first == begin + len(tokens)
-        assert (span.reason is Reason.NONE) == (span.cause is not Cause.UNSERVED)
+        assert (span.reason is Reason.NONE) == (span.cause is not MissCause.UNSERVED)
         tokens += [(span.cause, span.tier)] * (span.end - span.first)
     assert len(tokens) == explanation.computed
     return tokens

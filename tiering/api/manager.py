@@ -85,7 +85,7 @@ class LookupOutcome(NamedTuple):
     failed: tuple[str, ...]
     """Names of the tiers that failed to load the block for the request."""
     tiers: tuple[tuple[str, int], ...]
-    """Names of the secondary tiers that the request may use, each with the least number of blocks of a load."""
+    """Names of the secondary tiers that the request may use, each with the least blocks of a load."""
 
 
 class Unstored(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tiering.cli.output import duration
-from tiering.explain.causes import REASONS, SENTENCES, Cause, Reason
+from tiering.explain.causes import REASONS, SENTENCES, MissCause, Reason
 from tiering.explain.past_blocks import TIME_UNIT
 from tiering.explain.service import ask, runtime_directory, sockets
 
@@ -93,7 +93,7 @@ def _words(span: dict[str, Any]) -> str:
 
 def _cause(word: str, tier: str) -> str:
     """Return the name of a cause, its tier and its sentence."""
-    return f"{word} {tier}".rstrip() + f": {SENTENCES[Cause[word.upper()]].format(tier=tier)}"
+    return f"{word} {tier}".rstrip() + f": {SENTENCES[MissCause[word.upper()]].format(tier=tier)}"
 
 
 def _top_lines(answer: dict[str, Any]) -> Iterator[str]:

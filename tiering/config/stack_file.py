@@ -157,9 +157,9 @@ class ExplainOptions(Strict):
     requests: Annotated[int, Field(ge=1, le=100_000)] = 1000
     """Number of the latest requests that ``kv-tiering why`` can explain; default 1000."""
     socket: Directory | None = None
-    """UNIX socket on which the engine answers ``kv-tiering why``; default: a new one in the user's runtime directory.
+    """UNIX socket on which the engine answers ``kv-tiering why``; default: a new one of the user.
 
-    Each engine needs a socket of its own.
+    The new one is in the user's runtime directory, and the log names it. Each engine needs a socket of its own.
     """
 
     @model_validator(mode="after")

@@ -1,12 +1,15 @@
-"""The causes of misses, each with a sentence for people; exactly one holds for each computed prompt token."""
+"""The causes of misses, each with a sentence for people.
+
+Exactly one cause holds for each computed prompt token.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Cause(IntEnum):
-    """Cause of a miss; the names in lower case are those of metrics and answers."""
+class MissCause(IntEnum):
+    """MissCause of a miss; the names in lower case are those of metrics and answers."""
 
     REMAINDER = 0
     NOT_ALLOWED = 1
@@ -41,20 +44,20 @@ class Reason(IntEnum):
         return self.name.lower() if self else ""
 
 
-OF_A_TIER = frozenset((Cause.UNSERVED, Cause.UNSTORED, Cause.EVICTED, Cause.LOST))
+OF_A_TIER = frozenset((MissCause.UNSERVED, MissCause.UNSTORED, MissCause.EVICTED, MissCause.LOST))
 """Causes that name a tier."""
 
 SENTENCES = {
-    Cause.REMAINDER: "the end of the prompt, which no hit can cover",
-    Cause.NOT_ALLOWED: "no load was allowed: the request's parameters, logprobs of the prompt, its adapter, or a reset",
-    Cause.UNSERVED: "{tier} has stored the block, and it was not loaded",
-    Cause.UNSTORED: "computed before, but {tier} did not take it: admission, no room, no bandwidth, or a failed write",
-    Cause.EVICTED: "evicted from {tier}",
-    Cause.LOST: "{tier} does not have it any more, without an eviction: expired, corrupt or deleted",
-    Cause.DIVERGED: "the prompt differs here from all known prompts that begin alike",
-    Cause.NEW: "no known prompt begins alike",
-    Cause.LOAD_FAILED: "a load to the GPU was planned and failed",
-    Cause.UNEXAMINED: "not examined: the record of the block was dropped",
+    MissCause.REMAINDER: "the end of the prompt, which no hit can cover",
+    MissCause.NOT_ALLOWED: "no load was allowed: request parameters, logprobs of the prompt, an adapter, or a reset",
+    MissCause.UNSERVED: "{tier} has stored the block, and it was not loaded",
+    MissCause.UNSTORED: "computed before, and {tier} did not take it: admission, room, bandwidth, or a failed write",
+    MissCause.EVICTED: "evicted from {tier}",
+    MissCause.LOST: "{tier} does not have it any more, without an eviction: expired, corrupt or deleted",
+    MissCause.DIVERGED: "the prompt differs here from all known prompts that begin alike",
+    MissCause.NEW: "no known prompt begins alike",
+    MissCause.LOAD_FAILED: "a load to the GPU was planned and failed",
+    MissCause.UNEXAMINED: "not examined: the record of the block was dropped",
 }
 """Sentence of each cause; ``{tier}`` stands for the name of the tier."""
 

@@ -1,4 +1,4 @@
-"""The explainer of one engine's misses: notes of the scheduler's thread, and the thread that draws the conclusions.
+"""The explainer of one engine's misses: notes of the scheduler's thread, and conclusions off the step.
 
 On a step, what happened is appended to a queue, by reference: events of tiers, blocks that a tier did not take, and the
 keys that a request has to compute. The explainer's thread follows the queue in its order, so that each conclusion rests
@@ -22,7 +22,7 @@ from tiering.api.engine import MissExplaining
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LookupOutcome, OffloadingEvent, Unstored
 from tiering.api.masking import shown_name
-from tiering.explain.causes import OF_A_TIER, Cause, Reason
+from tiering.explain.causes import OF_A_TIER, MissCause, Reason
 from tiering.explain.explanation import Explanation, Span, summary
 from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
 from tiering.runtime.forks import inert_in_children
@@ -44,7 +44,7 @@ _PIECE = 128
 _CAUSE_UNIT, _TIER_UNIT = 64, 8
 """Units of the numbers that stand for a cause, a tier and a reason."""
 
-Totals = Mapping[tuple[Cause, str], int]
+Totals = Mapping[tuple[MissCause, str], int]
 """Tokens by cause and name of the tier."""
 
 
@@ -119,9 +119,9 @@ class Explainer:
         self._most_requests = explaining.requests
         self._open: dict[str, tuple[Missed, list[Span], float]] = {}
         self._explained: OrderedDict[str, Explanation] = OrderedDict()
-        tierless = {(cause, ""): 0 for cause in Cause if cause not in OF_A_TIER}
+        tierless = {(cause, ""): 0 for cause in MissCause if cause not in OF_A_TIER}
         self._totals = tierless | {(cause, name): 0 for cause in sorted(OF_A_TIER) for name in self._names}
-        self._minutes: deque[tuple[int, Counter[tuple[Cause, str]]]] = deque(maxlen=MINUTES)
+        self._minutes: deque[tuple[int, Counter[tuple[MissCause, str]]]] = deque(maxlen=MINUTES)
         inert_in_children(self, _InertExplainer)
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
@@ -206,7 +206,7 @@ class Explainer:
         """Return True if a request has not begun to compute."""
         return req_id in self._open or any(name.startswith(f"{req_id}-") for name in self._open)
 
-    def last_hour(self) -> Counter[tuple[Cause, str]]:
+    def last_hour(self) -> Counter[tuple[MissCause, str]]:
         """Return the tokens by cause and tier of the last hour."""
         first = int(self._clock() // 60) - MINUTES
         return sum((tokens for minute, tokens in self._minutes if minute > first), Counter())
@@ -270,7 +270,7 @@ class Explainer:
     # ------------------------------------------------------------------------------------------------------ conclusions
 
     def _conclude(self, missed: Missed) -> list[Span]:
-        """Return the causes of what a request computes, in the order of the prompt."""
+        """Return the causes of the tokens that a request computes, in the order of the prompt."""
         size = self._block_tokens
         first = missed.filled // size
         spans: list[Span] = []
@@ -285,9 +285,9 @@ class Explainer:
                 self._blocks.seen(hashes, self._time)
         end = (first + len(missed.keys)) * size
         if end < missed.coverable:
-            cause = Cause.UNEXAMINED if missed.allowed > end else Cause.NOT_ALLOWED
+            cause = MissCause.UNEXAMINED if missed.allowed > end else MissCause.NOT_ALLOWED
             spans.append(Span(end, missed.coverable, cause))
-        spans.append(Span(max(end, missed.coverable), missed.prompt, Cause.REMAINDER))
+        spans.append(Span(max(end, missed.coverable), missed.prompt, MissCause.REMAINDER))
         return spans
 
     def _codes(self, missed: Missed, records: Records, first: int) -> NDArray[np.int64]:
@@ -301,17 +301,18 @@ class Explainer:
         known, removed, unstored = records.known, records.removed_from, records.unstored_by
         last_known = int(np.flatnonzero(known)[-1]) if known.any() else -1
         alike = first + last_known + 1 > 0
-        codes = np.full(len(known), _code(Cause.DIVERGED if alike else Cause.NEW), np.int64)
-        codes[: last_known + 1] = _code(Cause.UNEXAMINED)  # a key covers all tokens before it, so they were seen too
-        codes[known] = _code(Cause.UNSTORED)
+        codes = np.full(len(known), _code(MissCause.DIVERGED if alike else MissCause.NEW), np.int64)
+        # A key covers all tokens before it, so that blocks before a known one were seen as well.
+        codes[: last_known + 1] = _code(MissCause.UNEXAMINED)
+        codes[known] = _code(MissCause.UNSTORED)
         gone = known & (removed > 0)
-        cause = np.where(records.lost, int(Cause.LOST), int(Cause.EVICTED)) * _CAUSE_UNIT
+        cause = np.where(records.lost, int(MissCause.LOST), int(MissCause.EVICTED)) * _CAUSE_UNIT
         codes[gone] = (cause + (removed.astype(np.int64) - 1) * _TIER_UNIT)[gone]
         declined = known & (unstored > 0)
-        codes[declined] = _code(Cause.UNSTORED) + (unstored.astype(np.int64)[declined] - 1) * _TIER_UNIT
+        codes[declined] = _code(MissCause.UNSTORED) + (unstored.astype(np.int64)[declined] - 1) * _TIER_UNIT
         self._add_held(codes, missed.outcome, records.held)
         allowed = max(0, missed.allowed // self._block_tokens - first)
-        codes[allowed:] = _code(Cause.NOT_ALLOWED)
+        codes[allowed:] = _code(MissCause.NOT_ALLOWED)
         return codes
 
     def _add_held(self, codes: NDArray[np.int64], outcome: LookupOutcome | None, held: NDArray[np.uint32]) -> None:
@@ -322,13 +323,13 @@ class Explainer:
         if outcome is not None:
             for name, _ in outcome.tiers:
                 usable |= np.uint32(1 << self._index.get(name, 0))
-        codes[held > 0] = _code(Cause.NOT_ALLOWED)
+        codes[held > 0] = _code(MissCause.NOT_ALLOWED)
         held = held & usable
         lowest = held & (~held + np.uint32(1))
         tiers = np.log2(np.maximum(lowest, 1)).astype(np.int64)
         is_held = held > 0
         gap = len(held) if is_held.all() else int(np.flatnonzero(~is_held)[0])
-        base = int(Cause.UNSERVED) * _CAUSE_UNIT + tiers * _TIER_UNIT
+        base = int(MissCause.UNSERVED) * _CAUSE_UNIT + tiers * _TIER_UNIT
         codes[is_held] = (base + int(Reason.GAP))[is_held]
         if gap:
             reason = self._reason(outcome, self._names[int(tiers[0])], gap)
@@ -358,15 +359,15 @@ class Explainer:
         """Return the span of the blocks from ``start`` to ``end``, whose cause is ``code``."""
         cause, rest = divmod(code, _CAUSE_UNIT)
         tier, reason = divmod(rest, _TIER_UNIT)
-        kind, size = Cause(cause), self._block_tokens
+        kind, size = MissCause(cause), self._block_tokens
         span = Span(offset + start * size, offset + end * size, kind, reason=Reason(reason))
         if kind in OF_A_TIER:
             span = span._replace(tier=self._names[tier])
-        if kind in (Cause.EVICTED, Cause.LOST):
+        if kind in (MissCause.EVICTED, MissCause.LOST):
             now, times = self._time, records.time[start:end]
             ages = (now - int(times.max())) * TIME_UNIT, (now - int(times.min())) * TIME_UNIT
             span = span._replace(ages=ages)
-        if kind is Cause.EVICTED and (capacity := self._capacities[tier]):
+        if kind is MissCause.EVICTED and (capacity := self._capacities[tier]):
             later = (self._evictions[tier] - records.number[start:end].astype(np.int64)) % (1 << 32)
             span = span._replace(factor=1 + int(later.max()) / capacity)
         return span
@@ -383,7 +384,7 @@ class Explainer:
         final: list[Span] = []
         if begin < filled:
             is_last = filled == missed.prompt and begin == filled - 1
-            final.append(Span(begin, filled, Cause.REMAINDER if is_last else Cause.LOAD_FAILED))
+            final.append(Span(begin, filled, MissCause.REMAINDER if is_last else MissCause.LOAD_FAILED))
         for span in spans:
             span = span._replace(first=max(span.first, begin, filled))
             if span.first < span.end:
@@ -427,5 +428,5 @@ class _InertExplainer:
         """Do nothing."""
 
 
-def _code(cause: Cause) -> int:
+def _code(cause: MissCause) -> int:
     return int(cause) * _CAUSE_UNIT

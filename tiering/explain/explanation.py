@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tiering.explain.causes import Cause, Reason
+from tiering.explain.causes import MissCause, Reason
 
 
 class Span(NamedTuple):
@@ -15,12 +15,12 @@ class Span(NamedTuple):
     """First token."""
     end: int
     """Token behind the last one."""
-    cause: Cause
-    """Cause of the misses."""
+    cause: MissCause
+    """MissCause of the misses."""
     tier: str = ""
     """Name of the tier that the cause names; empty for causes without one."""
     reason: Reason = Reason.NONE
-    """Reason of :attr:`Cause.UNSERVED`."""
+    """Reason of :attr:`MissCause.UNSERVED`."""
     ages: tuple[float, float] | None = None
     """Smallest and largest age of the evictions or losses in seconds; None for other causes."""
     factor: float | None = None

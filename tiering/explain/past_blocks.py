@@ -58,7 +58,7 @@ class Records:
 
     @classmethod
     def joined(cls, parts: Sequence[Records]) -> Records:
-        """Return the records of all ``parts``, of which there is at least one, in their order."""
+        """Return the records of all ``parts``, one at least, in their order."""
         return cls(
             np.concatenate([part.known for part in parts]),
             np.concatenate([part._info for part in parts]),

@@ -271,7 +271,7 @@ class SecondaryTiers:
         _check_names([state.name for state in self.states])
         """All tiers, fastest first."""
         self.unstored: list[Unstored] | None = None
-        """Blocks that tiers did not take since they were taken from here; None: nobody takes them."""
+        """Blocks that tiers did not take since they were taken from here; None: none are kept."""
         self._stats = stats
         self._clock = clock
         self._on_failed = on_failed
@@ -318,7 +318,7 @@ class SecondaryTiers:
             return None
 
     def note_unstored(self, state: TierState, keys: Sequence[OffloadKey], taken: Sequence[OffloadKey] = ()) -> None:
-        """Note that a tier took no other of ``keys`` than those in ``taken``; the sequences do not change any more."""
+        """Note that a tier took only ``taken`` of ``keys``; the sequences do not change any more."""
         if self.unstored is not None:
             self.unstored.append(Unstored(state.name, keys, taken))
 
