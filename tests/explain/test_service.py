@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiering.testing.until import until
 
 from tests.explain.walk import make_explainer
 from tiering.errors import TemporaryStoreError
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.service import ExplainService, ask, runtime_directory, sockets
+from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
 
 
