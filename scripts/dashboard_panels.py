@@ -377,7 +377,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel(
             "Computed prompt tokens by cause, tokens per second",
-            {"{{cause}} {{tier}}": _rate("kv_tiering_missed_tokens_total", "cause, tier")},
+            {"{{cause}} {{tier}}": _rate("kv_tiering_missed_tokens_total", "cause, tier", _ENGINE)},
             "Only with explain in the stack. kv-tiering why REQUEST names the causes of one request.",
         ),
         Panel(

@@ -24,6 +24,7 @@ def stack(disk: Path) -> dict[str, Any]:
     return {
         "primary": {"capacity": 48 * row},
         "secondary": [{"type": "local", "path": str(disk), "capacity": 1 << 21, "durability": "none"}],
+        "explain": {"socket": str(disk / "why.sock")},
     }
 
 

@@ -122,8 +122,8 @@ def _add(sample: Sample, name: str, labels: Mapping[str, str], value: float) -> 
     if name.startswith(OFFLOADED):
         kind = labels.get("transfer_type", "")
         sample.offloaded[kind] = sample.offloaded.get(kind, 0.0) + value
-    if not name.startswith(PREFIX) or name.endswith("_created"):
-        return
+    if not name.startswith(PREFIX) or name.endswith("_created") or "cause" in labels:
+        return  # the causes of misses, some of which name no tier, are for kv-tiering why
     word = name.removeprefix(PREFIX).removesuffix("_total")
     tier = labels.get("tier")
     if tier is None:
