@@ -61,7 +61,13 @@ def test_the_keys_of_each_group_are_runs_of_their_own() -> None:
 def test_other_threads_run_between_the_parts_of_prefixes_that_bring_nothing_new_too() -> None:
     pauses: list[int] = []
     runs_of([tuple(K)] * 100, lambda: pauses.append(1))
-    assert len(pauses) >= 300
+    assert len(pauses) >= 3 * 100 * len(K) // 1024
+
+
+def test_short_prefixes_do_not_pause_more_often_than_long_ones() -> None:
+    pauses: list[int] = []
+    runs_of([(key,) for key in keys_of(*range(10_000))], lambda: pauses.append(1))
+    assert 3 * 10_000 // 1024 <= len(pauses) <= 3 * 10_000 // 500
 
 
 def test_a_document_has_at_most_512_kib_and_drops_the_coldest() -> None:

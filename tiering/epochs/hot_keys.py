@@ -41,7 +41,7 @@ LONGEST_RUN = 64
 """Largest number of keys that :class:`PackedRuns` returns at once."""
 
 _PART = 512
-"""Keys that are counted at once, so that other threads run in between."""
+"""Keys that are counted at once, before other threads run."""
 
 Run = Sequence[OffloadKey]
 """Keys that follow one another in a prefix."""
@@ -76,18 +76,21 @@ def runs_of(chains: Sequence[Sequence[OffloadKey]], pause: Callable[[], object] 
 
     Args:
         chains: prefixes that were used, the most recent one last.
-        pause: function that lets other threads run; default: one that gives up the interpreter.
+        pause: function that lets other threads run, once per :data:`_PART` keys; default: one that gives up the
+            interpreter.
     """
     uses: Counter[OffloadKey] = Counter()
+    pauses = _Pauses(pause)
     for chain in chains:
         for start in range(0, len(chain), _PART):
-            uses.update(chain[start : start + _PART])
-            pause()
+            part = chain[start : start + _PART]
+            uses.update(part)
+            pauses.count(part)
     seen: dict[OffloadKey, None] = {}
     runs: list[Run] = []
     for least in (2, 1):
         for chain in reversed(chains):
-            for run in _new_runs(chain, lambda key: uses[key] >= least, seen, pause):  # noqa: B023 (used at once)
+            for run in _new_runs(chain, lambda key: uses[key] >= least, seen, pauses):  # noqa: B023 (used at once)
                 runs.append(run)
                 seen.update(dict.fromkeys(run))
                 if len(seen) * len(run[0]) >= MAX_BYTES:
@@ -95,14 +98,32 @@ def runs_of(chains: Sequence[Sequence[OffloadKey]], pause: Callable[[], object] 
     return runs
 
 
+class _Pauses:
+    """Pauses of a long calculation, one per :data:`_PART` keys, however short the prefixes are.
+
+    A pause takes some 60 µs, so that one per prefix would take half a minute for prefixes of one block.
+    """
+
+    def __init__(self, pause: Callable[[], object]) -> None:
+        self._pause = pause
+        self._keys = 0
+
+    def count(self, part: Run) -> None:
+        """Pause if enough keys were counted since the last time."""
+        self._keys += len(part)
+        if self._keys >= _PART:
+            self._keys = 0
+            self._pause()
+
+
 def _new_runs(
-    chain: Run, is_hot: Callable[[OffloadKey], bool], seen: Container[OffloadKey], pause: Callable[[], object]
+    chain: Run, is_hot: Callable[[OffloadKey], bool], seen: Container[OffloadKey], pauses: _Pauses
 ) -> Iterator[Run]:
     """Yield those leading keys of each group of a prefix that are hot and not among ``seen``."""
     ended: set[bytes] = set()
     for start in range(0, len(chain), _PART):
-        pause()
         part = chain[start : start + _PART]
+        pauses.count(part)
         for group in dict.fromkeys([key[-GROUP_BYTES:] for key in part]):
             if group not in ended:
                 keys = [key for key in part if key.endswith(group)]
