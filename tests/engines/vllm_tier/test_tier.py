@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_blocks_leave_vllms_memory_and_come_back_in_parts_of_a_small_memory() ->
         driver.tier.on_request_finished(ctx)
 
 
-def test_hits_that_are_not_loaded_end_the_other_lookups_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_that_no_step_loads_end_the_other_lookups_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.LOOKUP_PATIENCE", 0.1)
     keys = keys_of(20)
     with running(primary={"capacity": "1MiB"}) as driver:
@@ -105,8 +106,34 @@ def test_hits_that_are_not_loaded_end_the_other_lookups_of_their_request(monkeyp
         driver.store(keys, range(20), ctx)
         driver.tier.on_request_finished(ctx)
         ctx = driver.begin("loads nothing")
-        assert driver.look_up(keys, ctx) == ["HIT"] * 8 + ["MISS"] * 12
+        answers = [driver.tier.lookup(key, ctx).name for key in keys]
+        driver.step()
+        deadline = time.monotonic() + 15
+        while "RETRY" in answers:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+            answers = [driver.tier.lookup(key, ctx).name for key in keys]
+        assert answers == ["HIT"] * 8 + ["MISS"] * 12
         driver.tier.on_request_finished(ctx)
+
+
+def test_blocks_that_another_request_has_loaded_do_not_hold_up_the_rest_of_a_prompt() -> None:
+    keys = keys_of(30)
+    with running(primary={"capacity": "1MiB"}) as driver:
+        ctx = driver.begin("stores")
+        driver.store(keys, range(30), ctx)
+        driver.tier.on_request_finished(ctx)
+        first, second = driver.begin("first"), driver.begin("second")
+        shared = keys[:8]  # as many as one request may hold
+        for ctx in (second, first):
+            driver.until(lambda ctx=ctx: {driver.tier.lookup(key, ctx).name for key in shared} == {"HIT"})
+        for key in keys[8:]:
+            driver.tier.lookup(key, second)
+        assert driver.load(shared, range(30, 38), first).success
+        assert driver.promote(keys[8:], range(38, 60), second) == keys[8:]
+        assert np.array_equal(driver.rows[30:60], driver.rows[:30])
+        for ctx in (first, second):
+            driver.tier.on_request_finished(ctx)
 
 
 def test_a_block_that_left_before_its_load_is_a_miss_and_the_others_arrive() -> None:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -68,8 +68,8 @@ class _Lookups:
     answers: Answers
     runs: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Blocks without an answer: consecutive blocks of one group each, in the order of the lookups."""
-    ready: set[OffloadKey] = field(default_factory=set)
-    """Blocks that can be loaded and were not; each holds a row."""
+    ready: dict[OffloadKey, int] = field(default_factory=dict)
+    """Blocks that can be loaded and were not, oldest first, with the step of the hit; each holds a row."""
     is_new: bool = False
     """True if a run was added, or rows became free, since the last search."""
     since: float = 0.0
@@ -142,6 +142,8 @@ class ManagerThread:
         self._waiting: dict[str, _Lookups] = {}
         self._loads: deque[_Copying] = deque()
         self._stores: deque[_Copying | ReqContext] = deque()
+        self._steps = 0
+        """Number of vLLM's steps with undecided lookups."""
         self._stats_at = 0.0
         self._ended = False
         self._failed = False
@@ -179,6 +181,11 @@ class ManagerThread:
     def look_up(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
         """Find out which of ``keys`` can be loaded; the request's answers change."""
         self._mailbox.put((self._look_up, (req_id, keys)))
+
+    def end_step(self, req_ids: Collection[str]) -> None:
+        """End a step of vLLM in which lookups of the requests ``req_ids`` were undecided, after its loads."""
+        self._steps += 1
+        self._mailbox.put((self._step_ended, (self._steps, req_ids)))
 
     def submit(self, job: TransferJob) -> None:
         """Copy the blocks of a job: into rows of the manager for a store, into vLLM's rows for a load."""
@@ -334,9 +341,26 @@ class ManagerThread:
 
     def _hit(self, lookups: _Lookups, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            lookups.ready.update(keys)
+            lookups.ready.update(dict.fromkeys(keys, self._steps))
             lookups.since = self._clock()
             lookups.answers.update(dict.fromkeys(keys, True))
+
+    def _step_ended(self, step: int, req_ids: Collection[str]) -> None:
+        """Give up the rows of hits that vLLM did not load in a whole step, because its CPU tier holds these blocks.
+
+        Another request has loaded or stored them. Their rows would keep the rest of the prompt from being looked up.
+        """
+        loading = {copying.job.req_context.req_id for copying in self._loads}
+        for lookups in map(self._waiting.get, set(req_ids).difference(loading)):
+            if lookups is None or self._failed:
+                continue
+            if left := list(takewhile(lambda key: step >= lookups.ready[key] + 2, lookups.ready)):  # noqa: B023
+                for key in left:
+                    del lookups.ready[key]
+                if held := [key for key in left if key in self._readable]:
+                    self._manager.prepare_load(held, lookups.ctx)
+                    self._manager.complete_load(held, lookups.ctx)
+                self._search_again(lookups)
 
     def _finish(self, ctx: ReqContext) -> None:
         self._lookups.pop(ctx.req_id, None)
@@ -391,7 +415,8 @@ class ManagerThread:
             copying.bytes += len(chosen) * self._bytes
         if (lookups := self._lookups.get(job.req_context.req_id)) is not None:
             lookups.answers.update(dict.fromkeys(set(keys).difference(chosen), False))
-            lookups.ready.difference_update(keys)
+            for key in keys:
+                lookups.ready.pop(key, None)
             self._search_again(lookups)
 
     def _store_part(self, copying: _Copying) -> bool:

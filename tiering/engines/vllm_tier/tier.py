@@ -120,6 +120,8 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         self._identification = found.identification if persistent else None
         self._answers: dict[str, Answers] = {}
         self._asked: dict[str, list[Any]] = {}
+        self._undecided: set[str] = set()
+        """Requests with undecided lookups in the present step."""
         self._refused: deque[JobResult] = deque()
         self._keeps_blocks = stack.keep_secondary
         self._reset_in: set[str] = set()
@@ -189,6 +191,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         if found is _NEW:
             answers[key] = None
             self._asked.setdefault(req_context.req_id, []).append(key)
+        self._undecided.add(req_context.req_id)
         return _RETRY
 
     def on_schedule_end(self, context: Any) -> None:
@@ -196,6 +199,9 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
             asked, self._asked = self._asked, {}
             for req_id, keys in asked.items():
                 self._thread.look_up(req_id, keys)
+        if self._undecided:
+            undecided, self._undecided = self._undecided, set()
+            self._thread.end_step(undecided)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
         self._thread.touch(tuple(keys), context_of(req_context))
