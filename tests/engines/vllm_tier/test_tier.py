@@ -279,6 +279,29 @@ def test_an_error_of_the_thread_fails_jobs_and_lookups_and_nothing_waits(
         assert not driver.store(keys, range(4), ctx).success
         driver.tier.drain_jobs()
         driver.tier.on_request_finished(ctx)
+        driver.until(lambda: not driver.tier._thread._lookups)
+        assert not driver.tier._thread._stores
+
+
+def test_a_request_whose_name_another_one_takes_again_does_not_end_it(
+    gate: Callable[[str], threading.Event],
+) -> None:
+    keys = keys_of(16)
+    with running(primary={"capacity": "1MiB"}, shutdown_deadline="0.1s") as driver:
+        called = gate("put_one")
+        other = driver.begin("fills the memory")
+        driver.store(keys, range(16), other)
+        driver.until(called.is_set)
+        ctx = driver.begin("name")
+        late = driver.submit(keys_of(1, first=50), [0], ctx, load=False)  # waits for room, and the end behind it
+        driver.tier.on_request_finished(ctx)
+        again = driver.begin("name")
+        driver.until(lambda: late in driver.results)
+        driver.tier.drain_jobs()
+        assert set(driver.tier._thread._manager._known) >= {"name"}
+        assert not driver.tier._thread._manager._known["name"].finished
+        for one in (other, again):
+            driver.tier.on_request_finished(one)
 
 
 def test_a_thread_that_cannot_start_is_an_error_of_the_start(thread_limit: ThreadLimit) -> None:

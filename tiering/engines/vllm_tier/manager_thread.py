@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import groupby, repeat
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -134,16 +134,14 @@ class ManagerThread:
         self._reads_events = reads_events
         self._patience = patience
         self._clock = clock
-        self._longest = (
-            LONGEST_SLEEP if all(tier.traits.announces_news for tier in manager.secondary_tiers) else SILENT_SLEEP
-        )
+        announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
+        self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
         self._mailbox: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = SimpleQueue()
         self._lookups: dict[str, _Lookups] = {}
         self._waiting: dict[str, _Lookups] = {}
         self._loads: deque[_Copying] = deque()
         self._stores: deque[_Copying | ReqContext] = deque()
-        self._steps = 0
-        """Number of vLLM's steps with undecided lookups."""
+        self._steps = 0  # of vLLM, with undecided lookups
         self._stats_at = 0.0
         self._ended = False
         self._failed = False
@@ -160,9 +158,8 @@ class ManagerThread:
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise TierUnavailableError(
-                f"the tier of vLLM's own tiering: {error}; raise the limit on threads"
-            ) from error
+            text = f"the tier of vLLM's own tiering: {error}; raise the limit on threads"
+            raise TierUnavailableError(text) from error
 
     @property
     def failed(self) -> bool:
@@ -267,6 +264,7 @@ class ManagerThread:
             logger.error(text, error, exc_info=error)
         self._failed = True
         self._fail_jobs()
+        self._waiting.clear()
         for lookups in self._lookups.values():
             lookups.answers.update(dict.fromkeys(lookups.answers, False))
 
@@ -278,8 +276,7 @@ class ManagerThread:
             self._manager.on_new_request(ctx)
 
     def _look_up(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
-        lookups = self._lookups.get(req_id)
-        if lookups is None:
+        if (lookups := self._lookups.get(req_id)) is None:
             return
         if self._failed:
             lookups.answers.update(dict.fromkeys(keys, False))
@@ -351,21 +348,25 @@ class ManagerThread:
         Another request has loaded or stored them. Their rows would keep the rest of the prompt from being looked up.
         """
         loading = {copying.job.req_context.req_id for copying in self._loads}
-        for lookups in map(self._waiting.get, set(req_ids).difference(loading)):
-            if lookups is None or self._failed:
-                continue
-            if left := list(takewhile(lambda key: step >= lookups.ready[key] + 2, lookups.ready)):  # noqa: B023
-                for key in left:
-                    del lookups.ready[key]
-                if held := [key for key in left if key in self._readable]:
-                    self._manager.prepare_load(held, lookups.ctx)
-                    self._manager.complete_load(held, lookups.ctx)
+        for lookups in filter(None, map(self._waiting.get, set(req_ids).difference(loading))):
+            left = [key for key, at in lookups.ready.items() if step >= at + 2]
+            deque(map(lookups.ready.pop, left), maxlen=0)
+            if held := [key for key in left if key in self._readable]:
+                self._manager.prepare_load(held, lookups.ctx)
+                self._manager.complete_load(held, lookups.ctx)
+            if left:
                 self._search_again(lookups)
 
     def _finish(self, ctx: ReqContext) -> None:
         self._lookups.pop(ctx.req_id, None)
         self._waiting.pop(ctx.req_id, None)
-        self._stores.append(ctx)
+        if not self._failed:
+            self._stores.append(ctx)
+
+    def _end_request(self, ctx: ReqContext) -> None:
+        """End a request whose stores have ended, unless another one of its name has begun."""
+        if not self._failed and ctx.req_id not in self._lookups:
+            self._manager.on_request_finished(ctx)
 
     # ----------------------------------------------------------------------------------------------------------- copies
 
@@ -388,7 +389,7 @@ class ManagerThread:
             return True
         while self._stores and isinstance(ctx := self._stores[0], ReqContext):
             self._stores.popleft()
-            self._manager.on_request_finished(ctx)
+            self._end_request(ctx)
         if not self._stores:
             return False
         waiting = self._stores[0]
@@ -415,8 +416,7 @@ class ManagerThread:
             copying.bytes += len(chosen) * self._bytes
         if (lookups := self._lookups.get(job.req_context.req_id)) is not None:
             lookups.answers.update(dict.fromkeys(set(keys).difference(chosen), False))
-            for key in keys:
-                lookups.ready.pop(key, None)
+            deque(map(lookups.ready.pop, keys, repeat(None)), maxlen=0)
             self._search_again(lookups)
 
     def _store_part(self, copying: _Copying) -> bool:
@@ -466,8 +466,8 @@ class ManagerThread:
             waiting = self._stores.popleft()
             if isinstance(waiting, _Copying):
                 self._end(waiting)
-            elif not self._failed:
-                self._manager.on_request_finished(waiting)
+            else:
+                self._end_request(waiting)
 
     # ------------------------------------------------------------------------------------------------------ reset, stop
 
