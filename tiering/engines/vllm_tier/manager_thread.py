@@ -343,9 +343,9 @@ class ManagerThread:
             lookups.answers.update(dict.fromkeys(keys, True))
 
     def _step_ended(self, step: int, req_ids: Collection[str]) -> None:
-        """Give up the rows of hits that vLLM did not load in a whole step, because its CPU tier holds these blocks.
+        """Give up the rows of hits that vLLM did not load in a whole step.
 
-        Another request has loaded or stored them. Their rows would keep the rest of the prompt from being looked up.
+        Its CPU tier has them for another request; their rows would hold up the other lookups of the prompt.
         """
         loading = {copying.job.req_context.req_id for copying in self._loads}
         for lookups in filter(None, map(self._waiting.get, set(req_ids).difference(loading))):
