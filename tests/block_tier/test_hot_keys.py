@@ -9,6 +9,7 @@ import pytest
 from tests.block_tier.rig import K, Rig
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.block_tier.hot_keys import MOST_READ
 from tiering.epochs.hot_keys import HOT, hot_document, pack
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.contract import MAX_ENGINES
@@ -90,13 +91,19 @@ def test_documents_that_do_not_count_are_refused_and_the_others_read() -> None:
     assert rig.tier.get_stats().hot_keys_refused == 5
 
 
-def test_at_most_32_documents_are_read() -> None:
+@pytest.mark.parametrize(("good", "stale", "expected"), [(100, 0, 32), (10, 110, 10), (0, 500, 0)])
+def test_engines_that_have_ended_hide_no_others_and_cost_a_bounded_number_of_reads(
+    good: int, stale: int, expected: int
+) -> None:
     rig = Rig(shared=True).opened()
-    data = pack(namespace_of(rig), time.time(), [K[:1]])
-    rig.store.documents |= {hot_document(namespace_of(rig), str(n)): data for n in range(100)}
+    namespace, now = namespace_of(rig), time.time()
+    fresh, old = (pack(namespace, at, [K[:1]]) for at in (now, now - 3600))
+    rig.store.documents |= {hot_document(namespace, f"good {n}"): fresh for n in range(good)}
+    rig.store.documents |= {hot_document(namespace, f"stale {n}"): old for n in range(stale)}
     found = gather(rig)
     assert found is not None
-    assert len(found) == MAX_ENGINES == 32
+    assert len(found) == expected <= MAX_ENGINES == 32
+    assert rig.tier.get_stats().hot_keys_refused == min(stale, MOST_READ)
 
 
 def test_a_medium_that_fails_costs_one_warning_and_the_warm_start(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,12 @@ from tiering.secondary.tier_stats import TierStats
 
 _log = logging.getLogger("kv_tiering.tier")
 
+MOST_READ = 128
+"""Largest number of documents that are read to find :data:`MAX_ENGINES` that count.
+
+Each engine that has ended leaves a document, which stays until ``gc`` or a lifecycle rule removes it.
+"""
+
 
 class HotKeys(TierHotKeys):
     """Publishes and gathers hot keys on the I/O side; owned by the scheduler's thread.
@@ -108,12 +114,17 @@ class HotKeys(TierHotKeys):
     def _read(self, namespace: Namespace) -> None:
         def read() -> tuple[list[PackedRuns], int]:
             found: list[PackedRuns] = []
+            refused = 0
             names = sorted(self._store.list_documents(hot_documents(namespace)))
-            chosen = random.sample(names, min(len(names), MAX_ENGINES))
-            for name in chosen:
+            for name in random.sample(names, min(len(names), MOST_READ)):
                 runs = self._read_one(name, namespace)
-                found += [runs] if runs is not None else []
-            return found, len(chosen) - len(found)
+                if runs is None:
+                    refused += 1
+                    continue
+                found.append(runs)
+                if len(found) == MAX_ENGINES:
+                    break
+            return found, refused
 
         def ended(result: tuple[list[PackedRuns], int] | None, error: BaseException | None) -> None:
             self._reading = False
