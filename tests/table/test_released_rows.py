@@ -82,3 +82,11 @@ def test_a_reset_forgets_what_was_released() -> None:
         assert taken is not None
         table.commit([key], taken[0])
     assert evicted(table, KEYS[20]) == [KEYS[10]]
+
+
+def test_a_released_row_that_another_cache_holds_too_is_evicted_once() -> None:
+    table = filled("lru", 4, set(KEYS))
+    mark(table, KEYS[2])
+    table.release([KEYS[2]])
+    assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[2], KEYS[0]]
+    assert table.evictable == 2

@@ -176,6 +176,8 @@ class BlockTable:
         chosen: list[Rows] = []
         for marked in (self.released, self.first_victims):
             if marked is not None and count and len(first := marked.take(count)):
+                if self.first_victims is not None:
+                    self.first_victims.discard(first)  # a row may have both marks
                 self.policy.remove(first)
                 chosen.append(first)
                 count -= len(first)
