@@ -87,5 +87,16 @@ def test_actions_beyond_the_bound_are_ignored() -> None:
     assert len(hints.malformed) == 1
 
 
+def test_actions_beyond_the_bound_are_not_even_looked_at() -> None:
+    """A request's list may be long, and it is read on the scheduler's thread."""
+
+    class Unread(dict[str, Any]):
+        def get(self, *names: object) -> Any:
+            raise AssertionError(names)
+
+    actions = [action(session_id=str(number)) for number in range(MAX_ACTIONS)]
+    assert len(parse_hints(params(hints=[*actions, Unread()])).released) == MAX_ACTIONS
+
+
 def test_an_object_that_is_no_envelope_is_malformed() -> None:
     assert list(parse_hints(None, "s", object()).malformed) == ["hints: is not a list of actions"]

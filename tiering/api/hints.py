@@ -100,10 +100,10 @@ def _actions(hints: object, envelope: object, malformed: list[str]) -> Iterable[
         malformed.append(f"hints: {len(listed) + len(carried)} actions, of which the first {MAX_ACTIONS} are read")
     actions: list[tuple[object, object]] = [
         (action.get("action_type"), action.get("payload", {})) if isinstance(action, Mapping) else (None, None)
-        for action in listed
+        for action in listed[:MAX_ACTIONS]
     ]
-    actions += [(getattr(action, "action_type", None), getattr(action, "payload", None)) for action in carried]
-    return actions[:MAX_ACTIONS]
+    carried = carried[: MAX_ACTIONS - len(actions)]
+    return actions + [(getattr(action, "action_type", None), getattr(action, "payload", None)) for action in carried]
 
 
 def _session(name: object, salt: str | None, where: str, malformed: list[str]) -> SessionId | None:
