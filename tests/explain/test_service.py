@@ -8,7 +8,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,7 @@ def test_a_wrong_question_gets_an_error(tmp_path: Path, question: dict[str, obje
         assert "neither" in ask(one.path, question)["error"]
 
 
-@pytest.mark.parametrize("data", [b"", b"{\n", b"\xff\n", b"x" * (1 << 15)])
+@pytest.mark.parametrize("data", [b"", b"{\n", b"\xff\n", b"x" * (1 << 15), b"[" * 10_000 + b"\n"])
 def test_a_client_that_talks_nonsense_does_not_end_the_service(tmp_path: Path, data: bytes) -> None:
     with service(computed(), tmp_path / "s") as one:
         with socket.socket(socket.AF_UNIX) as client:
@@ -103,6 +103,59 @@ def test_a_second_engine_does_not_take_the_socket_of_the_first(
             pass
         assert "another engine listens" in caplog.text
         assert ask(first.path, {"request": "a"})["computed_tokens"] == 17
+
+
+def test_a_socket_with_too_many_clients_is_not_taken_for_a_dead_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as client:
+        busy.bind(str(tmp_path / "s"))
+        busy.listen(0)
+        client.connect(str(tmp_path / "s"))
+        with pytest.raises(TemporaryStoreError, match="too many clients wait"):
+            ask(tmp_path / "s", {"top": True})
+        with caplog.at_level(logging.WARNING), service(make_explainer(), tmp_path / "s"):
+            pass
+        assert "another engine listens" in caplog.text
+        assert (tmp_path / "s").exists()
+
+
+def test_a_client_that_sends_bytes_one_by_one_keeps_the_thread_for_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.explain.service._CLIENT_SECONDS", 0.05)
+    sent = threading.Event()
+    with service(computed(), tmp_path / "s") as one, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(one.path))
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not sent.wait(0.01):
+                    client.sendall(b" ")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            with socket.socket(socket.AF_UNIX) as other:
+                other.settimeout(30)
+                other.connect(str(one.path))
+                other.sendall(b'{"request": "a"}\n')
+                assert b"computed_tokens" in other.recv(1 << 16)
+        finally:
+            sent.set()
+            dripping.join()
+
+
+def test_a_thread_that_fails_leaves_no_notes_and_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    explainer = computed()
+    monkeypatch.setattr(explainer, "settle", lambda: 1 // 0)
+    with caplog.at_level(logging.WARNING), service(explainer, tmp_path / "s") as one:
+        assert until(lambda: "no more misses are explained" in caplog.text)
+        assert not one.path.exists()
+        explainer.started("b", 0)
+        assert not explainer._queue
 
 
 def test_a_file_that_is_no_socket_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

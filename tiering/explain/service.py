@@ -13,6 +13,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
@@ -57,6 +58,8 @@ def _is_listening(path: Path) -> bool:
         client.settimeout(_CLIENT_SECONDS)
         try:
             client.connect(str(path))
+        except BlockingIOError:  # more clients wait than the socket's queue has room for
+            return True
         except OSError:
             return False
     return True
@@ -77,8 +80,9 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
         try:
             client.connect(str(path))
             client.sendall(json.dumps(question).encode() + b"\n")
-            data = b"".join(_chunks(client, LONGEST_ANSWER))
-            answer = json.loads(data)
+            answer = json.loads(b"".join(_chunks(client, LONGEST_ANSWER, 10 * _CLIENT_SECONDS)))
+        except BlockingIOError as error:
+            raise TemporaryStoreError(f"{path}: too many clients wait for the engine; try again") from error
         except (OSError, ValueError) as error:
             raise TemporaryStoreError(f"{path}: no engine answers: {error}") from error
     if not isinstance(answer, dict):
@@ -86,13 +90,21 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _chunks(peer: socket.socket, most: int) -> Iterator[bytes]:
-    """Yield what a peer sends until the end of a line, of the connection, or of ``most`` bytes."""
+def _chunks(peer: socket.socket, most: int, seconds: float) -> Iterator[bytes]:
+    """Yield what a peer sends until the end of a line, of the connection, or of ``most`` bytes.
+
+    Raises:
+        TimeoutError: that takes longer than ``seconds``.
+    """
+    end = time.monotonic() + seconds
     while most > 0 and (chunk := peer.recv(min(most, 1 << 16))):
         yield chunk
         if chunk.endswith(b"\n"):
             return
         most -= len(chunk)
+        if (left := end - time.monotonic()) <= 0.0:
+            raise TimeoutError(f"no end of the line within {seconds:g} s")
+        peer.settimeout(left)
 
 
 class ExplainService:
@@ -165,6 +177,15 @@ class ExplainService:
         logger.warning("explain: no thread can be started, so no misses are explained: %s", error)
 
     def _serve(self) -> None:
+        try:
+            self._follow()
+        except BaseException:
+            self._explainer.disable()  # the notes would only take room
+            self._close()
+            logger.warning("explain: the thread has failed, so no more misses are explained")
+            raise  # the pool logs it
+
+    def _follow(self) -> None:
         while not self._stopped.is_set():
             server = self._server
             client = None
@@ -189,8 +210,8 @@ class ExplainService:
     def _answer(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
         try:
-            question = json.loads(b"".join(_chunks(client, LONGEST_QUESTION)))
-        except ValueError:
+            question = json.loads(b"".join(_chunks(client, LONGEST_QUESTION, _CLIENT_SECONDS)))
+        except (ValueError, RecursionError):
             question = None
         answer = answer_to(self._explainer, question)
         client.sendall(json.dumps(answer).encode() + b"\n")
