@@ -251,6 +251,47 @@ def test_a_block_of_several_gpu_blocks_is_lost_if_one_of_them_is_not_cached() ->
     assert bench.manager.leaving == []
 
 
+@pytest.mark.parametrize("end", ["taken", "zeroed", "unfilled"])
+@pytest.mark.parametrize("released", [None, 0, 1], ids=["both noted", "first released", "second released"])
+def test_blocks_that_share_a_gpu_block_all_end_with_it(end: str, released: int | None) -> None:
+    """The other GPU block of each is still cached, and a copy would have what the shared one holds next."""
+    bench = Bench(block_size=2 * BLOCK)
+    first, second = prompt(2, "r1"), FakeRequest("r2", [*range(BLOCK), *[9] * BLOCK])
+    bench.run(first)
+    bench.run(second, computed=BLOCK)
+    shared = bench.blocks["r2"][0].block_id
+    assert shared == bench.blocks["r1"][0].block_id
+    cache = bench.scheduler._engine_cache
+    assert cache is not None
+    keys = [request.keys()[1] for request in (first, second)]
+    assert bench.notes == set(keys)
+    if released is not None:
+        cache.release([keys[released]])
+        assert bench.notes == {keys[1 - released]}
+    if end == "unfilled":
+        bench.scheduler.update_connector_output(finished(invalid_block_ids={shared}))
+    else:
+        cache.begin_step(9, [shared] if end == "taken" else [], [shared] if end == "zeroed" else [])
+    assert bench.notes == set()
+    assert not any(cache._sharing.values())
+
+
+def test_the_late_store_of_one_of_two_blocks_that_share_a_gpu_block_leaves_the_other_noted() -> None:
+    bench = Bench(block_size=2 * BLOCK)
+    first, second = prompt(2, "r1"), FakeRequest("r2", [*range(BLOCK), *[9] * BLOCK])
+    bench.run(first)
+    bench.run(second, computed=BLOCK)
+    shared = bench.blocks["r2"][0].block_id
+    bench.end(first)
+    bench.use_up(13)
+    bench.steps(2)
+    assert bench.notes == {second.keys()[1]}
+    cache = bench.scheduler._engine_cache
+    assert cache is not None
+    cache.begin_step(9, [shared], [])
+    assert bench.notes == set()
+
+
 def load(bench: Bench, request: FakeRequest) -> int:
     """Order the load of a whole prompt, and return the job."""
     bench.manager.hold(request.keys())

@@ -80,6 +80,8 @@ class EngineCache(FreeQueueWalk):
         """GPU blocks of each noted block; only the methods of this class change the dictionary."""
         self._key_of: dict[int, OffloadKey] = {}
         """Name of the last block that was noted in each GPU block; the note may have ended."""
+        self._sharing: dict[int, set[OffloadKey]] = {}
+        """Names of further noted blocks that a GPU block belongs to: they begin alike and go on apart."""
         self._passed: set[int] = set()
         """GPU blocks in the queue between its head and the cursor."""
         self._step = 0
@@ -121,10 +123,28 @@ class EngineCache(FreeQueueWalk):
         else:
             self._record(request, group, positions, keys)
         if keys:
+            if group.block_size_factor > 1:
+                self._share(keys, places)
             known.update(zip(keys, places, strict=True))
             for ids in zip(*places, strict=True):
                 self._key_of.update(zip(ids, keys, strict=True))
             self._computing.append((self._step, keys))
+
+    def _share(self, keys: Iterable[OffloadKey], places: Iterable[tuple[int, ...]]) -> None:
+        """Keep the names that are about to lose a GPU block to other noted blocks."""
+        known = self.blocks_of
+        for key, ids in zip(keys, places, strict=True):
+            self._leave(key, known.get(key, ()))
+            for block in ids[:-1]:
+                other = self._key_of.get(block)
+                if other is not None and other != key and block in known.get(other, ()):
+                    self._sharing.setdefault(block, set()).add(other)
+
+    def _leave(self, key: OffloadKey, ids: tuple[int, ...]) -> None:
+        """Remove a block from those that share its GPU blocks."""
+        for block in ids[:-1]:
+            if block in self._sharing:
+                self._sharing[block].discard(key)
 
     def _record(
         self, request: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
@@ -149,6 +169,8 @@ class EngineCache(FreeQueueWalk):
             if blocks:
                 self.left_queue((blocks,))
                 keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
+                if self._sharing:
+                    keys += chain.from_iterable(map(self._sharing.pop, blocks, repeat(())))
                 if keys:
                     self._end(keys, blocks)
 
@@ -167,9 +189,9 @@ class EngineCache(FreeQueueWalk):
     def drop(self, blocks: Iterable[int]) -> None:
         """End the notes on GPU blocks whose content must not be stored."""
         for block in blocks:
-            key = self._key_of.pop(block, None)
-            if key is not None and block in self.blocks_of.get(key, ()):
-                self._forget([key])
+            key, sharing = self._key_of.pop(block, None), self._sharing.pop(block, ())
+            keys = sharing if key is None else {key, *sharing}
+            self._forget([key for key in keys if block in self.blocks_of.get(key, ())])
 
     def release(self, keys: Iterable[OffloadKey]) -> None:
         """End the notes on blocks that no session needs any more, so that they are not stored late."""
@@ -179,6 +201,7 @@ class EngineCache(FreeQueueWalk):
         """End all notes, because what the engine's cache holds must not be stored any more."""
         self._forget(list(self.blocks_of))
         self._key_of.clear()
+        self._sharing.clear()
         self._computing.clear()
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -205,7 +228,7 @@ class EngineCache(FreeQueueWalk):
 
     def _forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
-            del self.blocks_of[key]
+            self._leave(key, self.blocks_of.pop(key))
         self._release_snapshots(keys)
 
     def _release_snapshots(self, keys: Iterable[OffloadKey]) -> None:
@@ -251,7 +274,9 @@ class EngineCache(FreeQueueWalk):
             self._most = min(2 * self._most, self.target)
             for key, ids in leaving.items():
                 del self.blocks_of[key]
-                self._key_of.pop(ids[0], None)
+                self._leave(key, ids)
+                if self._key_of.get(ids[0]) == key:
+                    del self._key_of[ids[0]]
             if any(self._described) and len(output.keys_to_store) < len(keys):
                 self._release_snapshots(leaving.keys() - set(output.keys_to_store))
             self._counters.late_stores += len(output.keys_to_store)
