@@ -103,7 +103,7 @@ def test_files_that_change_after_they_were_read_give_no_wrong_answer(
 
 
 def follow(names: AdapterNames, named: Any) -> None:
-    """Let a name stand for the adapter that the workers hold now, as if its older blocks were the adapter's."""
+    """Let a name stand for the adapter that the workers hold now, and keep its older blocks."""
     named.identity = names._held.get(named.key)
 
 
