@@ -100,7 +100,8 @@ class HintOptions(Strict):
     blocks: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 18
     """Largest number of blocks that are followed for the release of their sessions; default 262144.
 
-    A block takes up to 240 bytes, or 410 in sessions of one block. The sessions that were used longest ago are dropped beyond it.
+    A block takes up to 240 bytes, or 410 in sessions of one block. The sessions that were used longest ago are dropped
+    beyond it.
     """
 
 
