@@ -36,7 +36,7 @@ class Driver:
         prompts = [*PROMPTS, prompt(1000 + self.rounds, 100)]
         ask_all(self.engine, prompts, f"round {self.rounds}", max_tokens=1, at_once=3)
 
-    def until(self, holds: Callable[[], bool], timeout: float = 40.0) -> bool:
+    def until(self, holds: Callable[[], bool], timeout: float = 120.0) -> bool:
         """Ask until ``holds()``."""
 
         def asked() -> bool:
@@ -74,6 +74,7 @@ def test_every_expression_has_a_value_and_no_alert_fires_while_an_engine_runs_we
             assert hits.keys() == {"cpu", "local", "s3"}
 
 
+@pytest.mark.timeout(600)  # on a machine that does other work, rounds take long
 def test_faults_that_are_provoked_fire_their_alerts_and_no_others(tmp_path: Path) -> None:
     broken = {
         "type": "tests.mini_engine.chaos_tier:CHAOS_TIER",
@@ -98,7 +99,8 @@ def test_faults_that_are_provoked_fire_their_alerts_and_no_others(tmp_path: Path
         while_open = {"KVTieringBreakerOpen", "KVTieringTierOutOfService"}
         chaos.inject(Fault.PERMANENT, gets=100_000)
         assert driver.until(lambda: while_open <= server.firing()), server.firing()
-        assert server.firing() - expected - while_open <= {"KVTieringPromotionsFailing"}
+        # Requests start over while promotions fail, so that stores may find no row in a tier of 64.
+        assert server.firing() - expected - while_open <= {"KVTieringPromotionsFailing", "KVTieringNoRoomInCPUTier"}
         chaos.heal()
         assert driver.until(lambda: not while_open & server.firing()), server.firing()
         assert server.broken_rules() == {}
