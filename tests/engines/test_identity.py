@@ -655,3 +655,22 @@ def test_defaults_for_images_leave_the_namespace_as_it_was() -> None:
 def test_a_file_of_scales_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mm_encoder_fp8_scale_path"):
         seeing(mm_encoder_fp8_scale_path=str(tmp_path / "missing.json"))
+
+
+def test_objects_of_callers_that_call_themselves_for_a_missing_attribute_are_passed_over() -> None:
+    """A worker's wrapper of vLLM does so before its worker is built, and plugins are loaded then."""
+
+    class Wrapper:
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.worker, name)
+
+    class Slotted:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.worker, name)
+
+    def load_plugins(wrapper: Wrapper, other: Slotted) -> None:
+        note_files(sys._getframe())
+
+    load_plugins(Wrapper(), Slotted())

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,11 +60,23 @@ def _configurations(frame: FrameType | None) -> Iterator[Any]:
         if frame is None:
             return
         for value in list(frame.f_locals.values()):
-            if isinstance(getattr(getattr(value, "model_config", None), "model", None), str) and hasattr(
-                value, "load_config"
-            ):
+            own = _own_attributes(value)
+            if "load_config" in own and isinstance(_own_attributes(own.get("model_config")).get("model"), str):
                 yield value
         frame = frame.f_back
+
+
+def _own_attributes(value: object) -> Mapping[str, Any]:
+    """Return the attributes that an object has itself.
+
+    Any object may be among a caller's variables. Some of vLLM's, such as a worker's wrapper that is not built yet, call
+    themselves without an end for an attribute that they lack.
+    """
+    try:
+        own: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own
 
 
 def _older(files: Seen) -> Seen:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from typing import Any
 
 from tiering.config.inline import TIER_CLASS, TIER_MODULE, TIER_TYPE
@@ -25,7 +26,8 @@ def register() -> None:
         factory = importlib.import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
     except ImportError:
         return
-    note_files(sys._getframe(1))
+    with suppress(Exception):  # vLLM has loaded the plugin for everybody, and must start
+        note_files(sys._getframe(1))
     if TIER_TYPE not in factory._registry:
         factory.register_tier(TIER_TYPE, TIER_MODULE, TIER_CLASS)
 
