@@ -1,7 +1,7 @@
 """The Triton kernel that gathers and scatters the pages of GPU blocks.
 
-Triton comes with torch for CUDA. One launch moves all layers of all blocks. A launch per
-layer costs the engine's thread about 30 µs per layer, which is longer than small pages need to cross the bus.
+Triton comes with torch for CUDA. One launch moves all layers of all blocks. Launches per layer cost the engine's thread
+about 30 µs each, which is longer than small pages need to cross the bus.
 """
 
 from __future__ import annotations
