@@ -2,8 +2,7 @@
 
     python -m examples.library_quickstart [stack.yaml] [number of blocks]
 
-An engine does the same with real KV: it copies GPU blocks to the rows before ``complete_store`` and back after
-``prepare_load``.
+An engine does the same with real KV, from and to the tensors of its cache: see ``examples/transformers_engine.py``.
 """
 
 from __future__ import annotations
@@ -22,47 +21,6 @@ DEFAULT_STACK = Path(__file__).resolve().parent.parent / "configs" / "dev-memory
 MODEL = tiering.ModelIdentity(name="org/model", weights="0123abc", dtype="bfloat16", layout="quickstart")
 
 Block = NDArray[np.uint8]
-Rows = NDArray[np.uint8]
-
-
-def store_prefix(
-    manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
-) -> int:
-    """Store as many leading blocks as there is room for, and return how many of ``keys`` are held then."""
-    ctx = tiering.ReqContext(req_id="first")
-    manager.on_new_request(ctx)
-    count = len(keys)
-    # None means that there is no room for all blocks; a shorter prefix is useful, too.
-    while (out := manager.prepare_store(keys[:count], ctx, is_last=True)) is None:
-        count //= 2
-    for row, key in zip(out.store_spec.block_ids, out.keys_to_store, strict=True):  # Blocks that are not held yet.
-        rows[row, :BLOCK_BYTES] = kv[key]
-    manager.complete_store(out.keys_to_store, ctx)
-    manager.on_schedule_end()
-    manager.on_request_finished(ctx)
-    return count
-
-
-def load_prefix(
-    manager: tiering.TieringOffloadingManager, keys: list[bytes], kv: dict[bytes, Block], rows: Rows
-) -> tuple[int, bool]:
-    """Load the leading blocks of ``keys`` that are held, and compare them.
-
-    Returns:
-        The number of blocks that came back, and True if all of them are intact.
-    """
-    ctx = tiering.ReqContext(req_id="second")
-    manager.on_new_request(ctx)
-    match = tiering.wait_for_prefix(manager, keys, ctx)
-    # A match is pending if the timeout passed first; blocks that are still under way are no hit.
-    held = keys[: match.hits] if not match.pending else []
-    spec = manager.prepare_load(held, ctx)
-    intact = all(
-        np.array_equal(rows[row, :BLOCK_BYTES], kv[key]) for row, key in zip(spec.block_ids, held, strict=True)
-    )
-    manager.complete_load(held, ctx)
-    manager.on_request_finished(ctx)
-    return len(held), intact
 
 
 def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -> int:
@@ -72,22 +30,29 @@ def main(stack_file: str | Path = DEFAULT_STACK, number_of_blocks: str = "32") -
         for number in range(int(number_of_blocks))
     ]
     random = np.random.default_rng(0)
-    kv = {key: random.integers(0, 256, BLOCK_BYTES, np.uint8) for key in keys}
+    kv = [random.integers(0, 256, BLOCK_BYTES, np.uint8) for _ in keys]
 
     with tiering.open_manager(tiering.load_stack(stack_file), BLOCK_BYTES, MODEL) as manager:
-        rows = np.asarray(manager.primary_tier.get_kv_memoryview())
-        print(
-            f"CPU tier: {rows.shape[0]} rows of {rows.shape[1]} bytes; "
-            f"then: {[tier.name for tier in manager.secondary_tiers]}"
-        )
-        stored = store_prefix(manager, keys, kv, rows)
+        rows, row_bytes = np.asarray(manager.primary_tier.get_kv_memoryview()).shape
+        print(f"CPU tier: {rows} rows of {row_bytes} bytes; then: {[tier.name for tier in manager.secondary_tiers]}")
+
+        def write(position: int, row: Block) -> None:
+            row[:BLOCK_BYTES] = kv[position]
+
+        # As many leading blocks as there is room for.
+        stored = tiering.store_prefix(manager, keys, tiering.ReqContext("first"), write)
         print(f"{stored} of {len(keys)} blocks are stored")
         tiering.wait_until_idle(manager)  # Afterwards the secondary tiers have stored the blocks too.
         manager.primary_tier.reset_cache()  # This has the effect of other blocks evicting these from CPU memory.
-        found, intact = load_prefix(manager, keys, kv, rows)
+        intact = []
 
-    print(f"{found} of {len(keys)} blocks came back, {'identical' if intact else 'NOT identical'}")
-    return 0 if intact and found == stored else 1
+        def read(position: int, row: Block) -> None:
+            intact.append(np.array_equal(row[:BLOCK_BYTES], kv[position]))
+
+        found = tiering.load_prefix(manager, keys, tiering.ReqContext("second"), read)
+
+    print(f"{found} of {len(keys)} blocks came back, {'identical' if all(intact) else 'NOT identical'}")
+    return 0 if all(intact) and found == stored else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ from tiering.api.engine import (
     KVCacheGroup,
     OffloadingSpec,
 )
-from tiering.api.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
+from tiering.api.keys import (
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+    prompt_keys,
+)
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -20,6 +26,7 @@ from tiering.block_tier.definition import TierDefinition
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.copy.tensors import pack_block, unpack_block
 from tiering.errors import (
     ConfigError,
     CorruptBlockError,
@@ -40,6 +47,7 @@ from tiering.errors import (
     WrongThreadError,
 )
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.manager.prompts import load_prefix, load_prefix_async, store_prefix
 from tiering.manager.waiting import wait_for_prefix, wait_for_prefix_async, wait_until_idle, wait_until_idle_async
 from tiering.medium.block_store import BlockIO, BlockStore, Done, StoreProbe
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -108,9 +116,15 @@ __all__ = [
     "WrongThreadError",
     "get_offload_block_hash",
     "get_offload_group_idx",
+    "load_prefix",
+    "load_prefix_async",
     "load_stack",
     "make_offload_key",
     "open_manager",
+    "pack_block",
+    "prompt_keys",
+    "store_prefix",
+    "unpack_block",
     "wait_for_prefix",
     "wait_for_prefix_async",
     "wait_until_idle",
