@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiering.api.transfer import LoadStoreSpec, TransferSpec
 
@@ -12,8 +12,7 @@ TransferType = tuple[str, str]
 """("gpu", "cpu") or ("cpu", "gpu")."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
+class TransferResult(NamedTuple):
     """The end of one transfer. A value that is not known is None."""
 
     job_id: int

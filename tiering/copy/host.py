@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +25,7 @@ from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy.contract import OffloadingHandler, TransferResult
 from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
-from tiering.copy.submission import Order, chunks_of
+from tiering.copy.submission import Order, joined
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
@@ -115,7 +114,10 @@ class PlannedHandler(OffloadingHandler):
             source, destination = (type(side).__name__ for side in spec)
             raise TransferError(f"a {self._direction.name.lower()} handler cannot transfer {source} to {destination}")
         plan = plan_pages(self._layout, gpu, cpu, num_blocks=self._num_blocks, num_rows=self._num_rows, store=store)
-        return Order(job_id, plan, sum(len(pages.gpu) * self._layout.gpu_block_bytes[pages.group] for pages in plan))
+        size = 0
+        for pages in plan:
+            size += len(pages.gpu) * self._layout.gpu_block_bytes[pages.group]
+        return Order(job_id, plan, size)
 
     def _failed(self, job_id: int) -> TransferResult:
         return TransferResult(job_id, False, transfer_type=self._direction.value)
@@ -132,11 +134,14 @@ class _Layer:
     page_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Transfers that run together."""
+
+    orders: Sequence[Order]
     started: float
-    size: int | None
     parts: tuple[Future[float], ...]
+    """The copies on the threads; none if another rank writes what all ranks hold."""
 
 
 def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout) -> list[list[_Layer]]:
@@ -183,7 +188,11 @@ def _together(orders: Sequence[Order]) -> Sequence[GroupPages]:
     """Return the pages of several transfers, those of one group together."""
     if len(orders) == 1:
         return orders[0].plan
-    return [chunk.pages for chunk in chunks_of(orders, lambda group: sys.maxsize)]
+    by_group: dict[int, list[GroupPages]] = {}
+    for order in orders:
+        for pages in order.plan:
+            by_group.setdefault(pages.group, []).append(pages)
+    return list(map(joined, by_group.values()))
 
 
 class HostCopyHandler(PlannedHandler):
@@ -217,7 +226,7 @@ class HostCopyHandler(PlannedHandler):
         self._layers = _page_views(kv_caches, rows, layout)
         self._threads = threads or min(2, os.cpu_count() or 1)
         self._pool = _started_pool(self._threads, f"kv-tiering-{direction.name.lower()}")
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Batch] = {}
 
     def _start_all(self, orders: list[Order]) -> list[int]:
         """Start transfers, small ones together: they end together, and if one fails, all of them do."""
@@ -233,19 +242,18 @@ class HostCopyHandler(PlannedHandler):
 
     def _start(self, orders: Sequence[Order]) -> bool:
         """Start transfers together; return False if the pool is shut down."""
-        started, size = time.monotonic(), sum(order.size for order in orders)
-        futures: tuple[Future[float], ...] = ()
-        writes = self._direction is Direction.LOAD or self._layout.writes
-        if writes:  # another rank writes what all ranks hold
+        batch = _Batch(orders, time.monotonic(), ())
+        if self._direction is Direction.LOAD or self._layout.writes:
+            size = sum([order.size for order in orders])
             work = [(layer, pages) for pages in _together(orders) for layer in self._layers[pages.group]]
             parts = max(1, min(self._threads, len(work))) if size >= _SPLIT_BYTES else 1
             try:
-                futures = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
+                batch.parts = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
             except RuntimeError as error:
                 logger.error("%d copy jobs could not be started: %s", len(orders), error)
                 return False
         for order in orders:
-            self._running[order.job_id] = _Running(started, order.size if writes else None, futures)
+            self._running[order.job_id] = batch
         return True
 
     def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
@@ -261,23 +269,29 @@ class HostCopyHandler(PlannedHandler):
         return time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:
-        if not self._running:
-            return []
-        done = [job_id for job_id, job in self._running.items() if all(part.done() for part in job.parts)]
-        return [self._result(job_id, self._running.pop(job_id)) for job_id in done]
+        results: list[TransferResult] = []
+        for batch in dict.fromkeys(self._running.values()):
+            if all(part.done() for part in batch.parts):
+                results += self._results(batch)
+        return results
 
-    def _result(self, job_id: int, job: _Running) -> TransferResult:
-        errors = [error for part in job.parts if (error := part.exception()) is not None]
-        if errors:
-            logger.error("copy job %d failed: %s", job_id, errors[0], exc_info=errors[0])
-            return self._failed(job_id)
-        seconds = max((part.result() for part in job.parts), default=job.started) - job.started
-        return TransferResult(job_id, True, job.size, seconds if job.parts else None, self._direction.value)
+    def _results(self, batch: _Batch) -> list[TransferResult]:
+        """Take transfers that have ended off the running ones, and return their results."""
+        jobs = [order.job_id for order in batch.orders]
+        for job_id in jobs:
+            del self._running[job_id]
+        if not batch.parts:
+            return [TransferResult(job_id, True, transfer_type=self._direction.value) for job_id in jobs]
+        for part in batch.parts:
+            if (error := part.exception()) is not None:
+                for job_id in jobs:
+                    logger.error("copy job %d failed: %s", job_id, error, exc_info=error)
+                return list(map(self._failed, jobs))
+        seconds, kind = max([part.result() for part in batch.parts]) - batch.started, self._direction.value
+        return [TransferResult(order.job_id, True, order.size, seconds, kind) for order in batch.orders]
 
     def wait(self, job_ids: Collection[int]) -> None:
-        jobs = (self._running.get(job_id) for job_id in job_ids)
-        parts: list[Future[Any]] = [part for job in jobs if job is not None for part in job.parts]
-        wait(parts)
+        wait([part for job_id in job_ids if job_id in self._running for part in self._running[job_id].parts])
 
     def shutdown(self) -> None:
         self._open = False

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,8 +110,7 @@ class RowLayout:
         return not self.replicated or self.rank == 0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPages:
+class GroupPages(NamedTuple):
     """The part of a transfer that belongs to one KV-cache group. The three arrays are co-indexed."""
 
     group: int

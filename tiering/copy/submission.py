@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from tiering.copy.layout import GroupPages
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(NamedTuple):
     """A transfer that was accepted and has not been submitted."""
 
     job_id: int
@@ -64,7 +64,7 @@ def chunks_of(orders: Sequence[Order], capacity: Callable[[int], int]) -> list[C
             by_group.setdefault(pages.group, []).append((job, pages))
     chunks = []
     for group, parts in sorted(by_group.items()):
-        pages, step = _joined([pages for _, pages in parts]), capacity(group)
+        pages, step = joined([pages for _, pages in parts]), capacity(group)
         ends = list(accumulate(len(pages.gpu) for _, pages in parts))
         starts = [0, *ends[:-1]]
         for a in range(0, ends[-1], step):
@@ -74,8 +74,9 @@ def chunks_of(orders: Sequence[Order], capacity: Callable[[int], int]) -> list[C
     return chunks
 
 
-def _joined(parts: list[GroupPages]) -> GroupPages:
+def joined(parts: Sequence[GroupPages]) -> GroupPages:
+    """Return several parts of one group as one."""
     if len(parts) == 1:
         return parts[0]
-    gpu, rows, subs = (np.concatenate([getattr(pages, name) for pages in parts]) for name in ("gpu", "rows", "subs"))
-    return GroupPages(parts[0].group, gpu, rows, subs)
+    groups, *arrays = zip(*parts, strict=True)
+    return GroupPages(groups[0], *map(np.concatenate, arrays))
