@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -123,7 +124,7 @@ class SchedulerCounters:
 
     def as_dict(self) -> dict[str, int | float]:
         """Return the counters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return dict(zip(self.__slots__, attrgetter(*self.__slots__)(self), strict=True))
 
 
 def report(manager: Mapping[str, Any], counters: SchedulerCounters, missed_blocks: int) -> dict[str, Any]:

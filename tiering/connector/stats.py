@@ -132,7 +132,7 @@ def _increase(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
     for name, value in fields.items():
         if name in GAUGES or name not in before:
             continue
-        if isinstance(value, list):
+        if type(value) is list:
             result[name] = [now - then for now, then in zip(value, before[name], strict=True)]
         elif value < before[name]:
             return _plain_copy(fields)
@@ -155,8 +155,4 @@ def _added(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
 
 def _plain_copy(fields: Mapping[str, Any]) -> dict[str, Any]:
-    copy = dict(fields)
-    for name, value in fields.items():
-        if isinstance(value, list):
-            copy[name] = list(value)
-    return copy
+    return {name: value[:] if type(value) is list else value for name, value in fields.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from numbers import Real
-from operator import index
+from operator import attrgetter, index
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -97,11 +97,14 @@ def _seconds(answer: object, *_: object) -> float:
 def _statistics(answer: object) -> dict[str, Any]:
     if not isinstance(answer, TierStats):
         raise BreachError
-    fields: dict[str, Any] = {name: getattr(answer, name) for name in TierStats.__slots__}
-    latency = fields.pop("job_latency")
+    fields: dict[str, Any] = dict(zip(TierStats.__slots__, attrgetter(*TierStats.__slots__)(answer), strict=True))
+    latency = list(fields.pop("job_latency"))
     if len(latency) != len(JOB_LATENCY_BUCKETS) + 1:
         raise BreachError
-    return {name: _number(value) for name, value in fields.items()} | {"job_latency": list(map(_number, latency))}
+    numbers = [*fields.values(), *latency]
+    if not (_NUMBERS.issuperset(map(type, numbers)) and min(numbers) >= 0 and sum(numbers) < math.inf):
+        fields, latency = {name: _number(value) for name, value in fields.items()}, list(map(_number, latency))
+    return fields | {"job_latency": latency}
 
 
 def _number(value: object) -> int | float:
@@ -184,6 +187,7 @@ def checked_run(run: Any, start: int, count: int) -> list[OffloadKey]:
 _MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))
 _LOCALITIES = frozenset((LOCAL, REMOTE))
 _BYTES = frozenset((bytes,))
+_NUMBERS = frozenset((int, float))
 
 
 def read_events(given: Iterable[object], tier: str) -> Iterator[OffloadingEvent]:

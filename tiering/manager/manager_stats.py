@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tiering.api.metric import counter, gauge
 
@@ -131,4 +132,4 @@ class ManagerStats:
 
     def as_dict(self) -> dict[str, int]:
         """Return all fields by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return dict(zip(self.__slots__, attrgetter(*self.__slots__)(self), strict=True))
