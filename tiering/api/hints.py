@@ -64,8 +64,8 @@ def parse_hints(
             ``payload``; default: none.
         salt: the request's cache salt; default: none.
     """
-    own = params.get("kv_tiering") if isinstance(params, Mapping) else None
-    own = own if isinstance(own, Mapping) else {}
+    own = params.get("kv_tiering") if params and isinstance(params, Mapping) else None
+    own = own if own and isinstance(own, Mapping) else {}
     hints = own.get("hints")
     if session_id is None and envelope is None and hints is None and "session_id" not in own:
         return NO_HINTS

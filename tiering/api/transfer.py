@@ -83,7 +83,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     __slots__ = ("block_indices", "group_sizes")
 
     def __init__(self, block_ids: ArrayLike, group_sizes: Sequence[int], block_indices: Sequence[int]) -> None:
-        super().__init__(block_ids)
+        self.block_ids = as_rows(block_ids)
         if sum(group_sizes) != len(self.block_ids):
             raise ConfigError(
                 f"group_sizes {list(group_sizes)} add up to {sum(group_sizes)}, block_ids has {len(self.block_ids)}"

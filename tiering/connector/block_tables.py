@@ -146,10 +146,11 @@ class BlockTables(Generic[Tracked]):
         """Replace all GPU blocks of a request."""
         if state.variant is not None:
             self._claim(state.variant, block_ids, state.found_tokens)
-        known, tables = self._places(state.tables), self._places(block_ids)
-        state.invalid_from = self.suspects.assigned(known, tables, state.found_tokens, state.invalid_from)
-        if self._states and (self.suspects or state.invalid_from is not None):
-            self._assign_states(state, block_ids)
+        if self.suspects or state.invalid_from is not None:
+            known, tables = self._places(state.tables), self._places(block_ids)
+            state.invalid_from = self.suspects.assigned(known, tables, state.found_tokens, state.invalid_from)
+            if self._states and (self.suspects or state.invalid_from is not None):
+                self._assign_states(state, block_ids)
         state.set_blocks(block_ids)
 
     def _assign_states(self, state: Tracked, block_ids: BlockIds) -> None:
@@ -183,7 +184,8 @@ class BlockTables(Generic[Tracked]):
         state = self.states.get(req_id)
         if state is None:
             return
-        self._assign(state, block_ids)
+        if state.allocated_at_step != self._step or state.tables != list(block_ids):
+            self._assign(state, block_ids)
         if state.variant is not None and computed > state.filled_tokens:
             self._distrust_others_loads(state, computed)
         if self.suspects and len(self.groups) > 1 and computed > state.filled_tokens:

@@ -250,6 +250,8 @@ def interleave(keys_by_group: Sequence[Sequence[OffloadKey]]) -> list[OffloadKey
 
     The order is by position if all groups have the same number of keys, else one group after another.
     """
+    if len(keys_by_group) == 1:
+        return list(keys_by_group[0])
     if len({len(keys) for keys in keys_by_group}) == 1:
         return list(chain.from_iterable(zip(*keys_by_group, strict=True)))
     return list(chain.from_iterable(keys_by_group))

@@ -170,11 +170,14 @@ class SchedulerHalf(ABC, Generic[State]):
             self._counters.hit_blocks += hits
             state.asked_blocks -= hits
             state.match = None
-        self._count_misses(state)
+        self._missed_blocks += state.asked_blocks
+        state.asked_blocks = 0
         self._allocated(state)
 
     @counts_seconds
-    def request_finished(self, request: EngineRequest, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: EngineRequest, block_ids: Sequence[int] | Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Record that a request has ended; return (False, None): its blocks can be freed at once.
 
         Freeing is never delayed, and no request is ever reported as sent: copies are fenced, or hold references on the
@@ -182,16 +185,17 @@ class SchedulerHalf(ABC, Generic[State]):
 
         Args:
             request: the request that has ended, for any reason.
-            block_ids: GPU blocks of the request; not used.
+            block_ids: GPU blocks of the request, with several KV-cache groups those of each; not used.
         """
-        return self._finish(request.request_id)
+        state = self.states.pop(request.request_id, None)
+        if state is not None:
+            self._tables.given_up(state)
+            self._missed_blocks += state.asked_blocks
+            self._ended(state)
+            self.events.request_finished(request.request_id)
+        return False, None
 
-    @counts_seconds
-    def request_finished_all_groups(
-        self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Record that a request has ended, as :meth:`request_finished`, for several KV-cache groups."""
-        return self._finish(request.request_id)
+    request_finished_all_groups = request_finished
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
@@ -284,17 +288,3 @@ class SchedulerHalf(ABC, Generic[State]):
         state = self._new_state(request, policy, ReqContext(request.request_id, params))
         self.states[request.request_id] = state
         return state
-
-    def _count_misses(self, state: State) -> None:
-        """Count the blocks that a request has asked for and the primary tier did not have for its load."""
-        self._missed_blocks += state.asked_blocks
-        state.asked_blocks = 0
-
-    def _finish(self, req_id: ReqId) -> tuple[bool, None]:
-        state = self.states.pop(req_id, None)
-        if state is not None:
-            self._tables.given_up(state)
-            self._count_misses(state)
-            self._ended(state)
-            self.events.request_finished(req_id)
-        return False, None

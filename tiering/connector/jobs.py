@@ -152,8 +152,8 @@ class JobTable(WorkerJobs[Job]):
             keys: keys of the copied blocks.
             load: destination of a load; default: None, a store.
         """
-        job = Job(self.new_ids(), self.world_size, ctx, keys, load)
-        self.add(job)
+        job = self._jobs[self._next_id] = Job(self._next_id, self.world_size, ctx, keys, load)
+        self._next_id += 1
         return job
 
     def withdraw(self, job_id: int) -> Job | None:

@@ -125,21 +125,13 @@ class RequestState(TrackedRequest[GroupState]):
         Args:
             blocks: number of blocks that one store has made readable.
         """
-        stored = sum(group.cursor for group in self.groups)
+        stored = 0
+        for group in self.groups:
+            stored += group.cursor
         if blocks >= stored:
             return False  # one job has stored all blocks, already in the right order
         self.stale_blocks += blocks
         return self.next_store_at == NEVER or 4 * self.stale_blocks >= stored
-
-    def schedule_next_store(self, layouts: Sequence[OffloadGroup]) -> None:
-        """Compute ``next_store_at``: the number of computed tokens at which the next block may be stored."""
-        ends = [
-            ((group.cursor + 1) * layout.offloaded_block_size, layout.volatile_tokens)
-            for layout, group in zip(layouts, self.groups, strict=True)
-            if not layout.is_state
-        ]
-        limit = self.store_limit
-        self.next_store_at = min((end + volatile for end, volatile in ends if end <= limit), default=NEVER)
 
 
 class FencedTables(BlockTables[RequestState]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ class Offer(NamedTuple):
     """Keys of the offloaded blocks."""
     block_ids: Rows
     """GPU blocks of the offloaded blocks, in logical order."""
+    end: int = 0
+    """Position of the first offloaded block of the group that cannot be offered yet."""
 
 
 class StorePlanner:
@@ -156,21 +158,21 @@ class StorePlanner:
             gone = -(-group.skipped_blocks(start) // group.block_size_factor)
             group_state = state.groups[group.group_idx]
             group_state.cursor = max(group_state.cursor, gone)
-        offered_from = min(state.groups[g.group_idx].cursor * g.offloaded_block_size for g in self._placed)
-        whole = min(computed, state.store_limit)
+        offered_from, store_limit = NEVER, state.store_limit
+        for group in self._placed:
+            offered_from = min(offered_from, state.groups[group.group_idx].cursor * group.offloaded_block_size)
+        whole = min(computed, store_limit)
         limit = min(whole, offered_from + most_tokens)
-        ends = [
-            self._end(state, group, limit if is_last else min(limit, computed - group.volatile_tokens))
-            for group in self._groups
-        ]
-        offers = [self._offer(state, group, end) for group, end in zip(self._groups, ends, strict=True)]
-        if any(self._fences.is_written(offer.block_ids) for offer in offers):
-            return None, 0
+        offers: list[Offer] = []
+        for group in self._groups:
+            offers.append(self._offer(state, group, limit if is_last else min(limit, computed - group.volatile_tokens)))
+            if self._fences.is_written(offers[-1].block_ids):
+                return None, 0
         order, stored = None, offers
         cache = self.engine_cache if state.variant is None else None
         if cache is not None:
             stored = self._not_noted(cache, offers, state)
-        keys = list(chain.from_iterable(offer.keys for offer in stored))
+        keys = [key for offer in stored for key in offer.keys]
         if keys:
             output = self._manager.prepare_store(keys, state.ctx, is_last=is_last)
             if output is None:
@@ -181,9 +183,12 @@ class StorePlanner:
         if cache is not None:
             for group, offer in zip(self._groups, offers, strict=True):
                 cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
-        for group_state, end in zip(state.groups, ends, strict=True):
-            group_state.cursor = max(group_state.cursor, end)
-        state.schedule_next_store(self._groups)
+        state.next_store_at = NEVER
+        for group, group_state, offer in zip(self._groups, state.groups, offers, strict=True):
+            group_state.cursor = max(group_state.cursor, offer.end)
+            end = (group_state.cursor + 1) * group.offloaded_block_size
+            if end <= store_limit and not group.is_state:
+                state.next_store_at = min(state.next_store_at, end + group.volatile_tokens)
         return order, 0
 
     def _not_noted(self, cache: EngineCache, offers: Sequence[Offer], state: RequestState) -> list[Offer]:
@@ -222,33 +227,28 @@ class StorePlanner:
         for group in self._placed:
             group_state = state.groups[group.group_idx]
             cursor, group_state.cursor = group_state.cursor, 0
-            offer = self._offer(state, group, self._end(state, group, end))
+            offer = self._offer(state, group, end)
             group_state.cursor = cursor
             cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
 
-    def _end(self, state: RequestState, group: OffloadGroup, confirmed: int) -> int:
-        """Return the position of the first offloaded block of the group that cannot be offered yet."""
-        group_state = state.groups[group.group_idx]
-        if group.is_state:
-            return 0
-        blocks = len(group_state.block_ids) // group.block_size_factor
-        return min(max(confirmed, 0) // group.offloaded_block_size, len(group_state.keys), blocks)
-
-    def _offer(self, state: RequestState, group: OffloadGroup, end: int) -> Offer:
-        """Return the blocks of ``group`` before position ``end`` that are to be offered now."""
-        group_state, factor = state.groups[group.group_idx], group.block_size_factor
+    def _offer(self, state: RequestState, group: OffloadGroup, confirmed: int) -> Offer:
+        """Return the blocks of ``group`` among the ``confirmed`` tokens that are to be offered now."""
+        group_state, factor, end = state.groups[group.group_idx], group.block_size_factor, 0
+        if not group.is_state and confirmed > 0:
+            blocks = len(group_state.block_ids) // factor
+            end = min(confirmed // group.offloaded_block_size, len(group_state.keys), blocks)
         first = min(group_state.cursor, end)
         table = group_state.block_ids[first * factor : end * factor]
         keys, block_ids = group_state.keys[first:end], np.array(table, dtype=np.int64)
         has_nulls = 0 in table
         if not group.hit_ends and not has_nulls:
-            return Offer(range(first, end), keys, block_ids)
+            return Offer(range(first, end), keys, block_ids, end)
         positions = np.arange(first, end)
         wanted = group.usable(positions) if group.hit_ends else np.ones(len(positions), np.bool_)
         if has_nulls:
             wanted &= block_ids.reshape(-1, factor).all(axis=1)
         block_ids = block_ids.reshape(-1, factor)[wanted].reshape(-1)
-        return Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids)
+        return Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids, end)
 
     def order(
         self,
@@ -266,7 +266,7 @@ class StorePlanner:
         firsts: list[int] = []
         for group, offer, mask, described in zip(self._groups, offers, chosen, self._described, strict=True):
             factor = group.block_size_factor
-            positions, keys, ids = offer
+            positions, keys, ids, _ = offer
             if mask is not None:
                 taken = mask.tolist()
                 positions, keys = list(compress(positions, taken)), list(compress(keys, taken))

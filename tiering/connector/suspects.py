@@ -134,6 +134,8 @@ class SuspectBlocks:
     def assigned(self, known: Tables, tables: Tables, found_tokens: int | None, invalid_from: int | None) -> int | None:
         """Process the new block tables of a request; return its first token that must not be stored.
 
+        Without suspects and ``invalid_from``, the call is not needed.
+
         Args:
             known: block tables that the request had before; empty for a request that starts.
             tables: block tables that the request has now.
@@ -145,8 +147,6 @@ class SuspectBlocks:
         Returns:
             The first token that must not be stored; None if all tokens may be stored.
         """
-        if not self and invalid_from is None:
-            return None
         starts = [len(old) for old in known]
         if any(map(_differ, known, tables)):
             starts, found_tokens = [], None

@@ -116,7 +116,6 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()
         self._reports = TierReports(TieringConnectorStats)
-        self._open_requests: set[str] = set()
         self._identification: Identification | None = None
         self._waits = LoadWaits()
         self._spec: TieringOffloadingSpec | None = None
@@ -238,10 +237,10 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         if self.worker_half is not None:
             transfers = self.worker_half.get_kv_connector_stats()
             return None if transfers is None else TieringConnectorStats(transfers.data)
-        if self._open_requests and time.monotonic() < self._reports.next_at:
-            return None
         half = self.scheduler_half or self._no_scheduler()
-        busy = bool(self._open_requests) or half.has_pending_work()
+        if half.states and time.monotonic() < self._reports.next_at:
+            return None
+        busy = bool(half.states) or half.has_pending_work()
         return self._reports.take(half.get_stats()) if self._reports.is_due(busy) else None
 
     def shutdown(self) -> None:

@@ -45,7 +45,6 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     scheduler_half: OffloadingConnectorScheduler | SimpleCPUOffloadScheduler | None = None
     """The scheduler half, for the mode of the stack; None in a worker's connector."""
     _adapters: AdapterGuard
-    _open_requests: set[str]
     _waits: LoadWaits
     _in_process: bool
     """True if the engine runs inside its caller's process, whose loop does not rest."""
@@ -65,7 +64,6 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         self._waits.bind(kv_cache_manager, self.scheduler_half or self._no_scheduler())
 
     def on_new_request(self, request: Any) -> None:
-        self._open_requests.add(request.request_id)
         (self.scheduler_half or self._no_scheduler()).on_new_request(self._adapters.admit(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -105,20 +103,14 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
             found[source] = found.get(source, 0) + tokens
         return found
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._drop(request.request_id)
+    def request_finished(
+        self, request: Any, block_ids: list[int] | tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._waits.finished(request.request_id)
+        self._adapters.drop(request.request_id)
         return (self.scheduler_half or self._no_scheduler()).request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._drop(request.request_id)
-        return (self.scheduler_half or self._no_scheduler()).request_finished_all_groups(request, block_ids)
-
-    def _drop(self, request_id: str) -> None:
-        self._open_requests.discard(request_id)
-        self._waits.finished(request_id)
-        self._adapters.drop(request_id)
+    request_finished_all_groups = request_finished
 
     def has_pending_push_work(self) -> bool:
         """Return True while copies or jobs of tiers run.
