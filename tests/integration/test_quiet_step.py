@@ -1,4 +1,4 @@
-"""Steps make few calls: those without news, and those in which the stores of several requests end."""
+"""Steps and small requests make few calls, above all steps without news."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ MOST_CALLS = 5
 """Largest number of calls at the end of a step while the tiers rest."""
 MOST_CALLS_OF_A_TIER = 38
 """Largest number of calls at the end of a step in which a tier on a disk is called."""
+MOST_CALLS_PER_REQUEST, MOST_CALLS_PER_REQUEST_WITH_A_DISK = 64, 120
+"""Largest number of the manager's calls for a new prompt of three blocks, of eight that run together."""
 
 
 def calls(function: Callable[[], object]) -> Counter[str]:
@@ -75,3 +77,31 @@ def test_stores_that_end_together_cost_a_disk_one_job(tmp_path: Path) -> None:
         seen += calls(lambda: wait_until_idle(manager))
         assert manager.get_stats()["tiers"]["local"]["cascades"] == len(keys)
     assert seen["IoHost.submit"] == seen["BlockTransfers.store"] == seen["BlockTransfers._end"] == 1
+
+
+@pytest.mark.parametrize(
+    ("disk", "most"), [(False, MOST_CALLS_PER_REQUEST), (True, MOST_CALLS_PER_REQUEST_WITH_A_DISK)]
+)
+def test_new_small_requests_make_few_calls(tmp_path: Path, disk: bool, most: int) -> None:
+    stack: dict[str, object] = {"primary": {"capacity": "8MiB"}}
+    if disk:
+        stack["secondary"] = [{"type": "local", "path": str(tmp_path), "capacity": "64MiB"}]
+    keys, number = keys_of(*range(24)), 8
+    with open_manager(load_stack(stack), BLOCK_BYTES, MODEL) as manager:
+        assert wait_until_idle(manager)
+        prompts = [(keys[at * 3 : at * 3 + 3], ReqContext(f"request {at}"), True) for at in range(number)]
+
+        def answer() -> None:
+            for prompt, ctx, _ in prompts:
+                manager.on_new_request(ctx)
+                manager.touch(prompt, ctx)
+                assert manager.match_prefix(prompt, ctx) == (0, False)
+                assert manager.prepare_store(prompt, ctx) is not None
+            manager.complete_stores(prompts)
+            for _, ctx, _ in prompts:
+                manager.on_request_finished(ctx)
+
+        seen = calls(answer)
+        assert wait_until_idle(manager)
+        assert manager.match_prefix(keys, ReqContext("another")) == (len(keys), False)
+    assert seen.total() <= most * number, seen

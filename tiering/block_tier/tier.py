@@ -313,7 +313,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             self._intake.want(keys)
 
     def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
-        self.index.release(released)
+        if released:
+            self.index.release(released)
         self._intake.admission.on_request_finished(req_context.req_id)
 
     def on_schedule_end(self) -> StepEnd:

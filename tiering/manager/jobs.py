@@ -140,7 +140,7 @@ class TierJobs:
     ) -> None:
         """Submit those blocks that a tier admits and has credit for; queue the others that it admits."""
         queue = state.queue
-        if queue and (new := queue.new(keys)) is not keys:
+        if queue.lane_of and (new := queue.new(keys)) is not keys:
             keys, rows = new, self._rows_of(new)
         if keys:
             keys = tuple(keys)
@@ -153,7 +153,7 @@ class TierJobs:
         if not keys:
             return
         now, count = self._clock(), 0
-        if not queue:
+        if not queue.lane_of:
             if state.credit < len(keys) and state not in self._gathered:  # the tier does not count gathered blocks
                 self._ask_credit(state, intake, max(len(keys), self._together))
             count = int(min(state.credit, len(keys)))
@@ -164,7 +164,7 @@ class TierJobs:
             else:
                 self._submit_pinned(state, tuple(keys[:count]), rows[:count], ctx, now, is_fill=is_fill)
         if count < len(keys) and state.in_service:
-            if not queue:
+            if not queue.lane_of:
                 state.queued_since = now
             queue.append(ctx, keys[count:], is_fill=is_fill)
             waiting = rows[count:]
@@ -178,24 +178,26 @@ class TierJobs:
         rows.flags.writeable = False
         self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
 
-    def begin_together(self, blocks: int) -> None:
-        """Let the next cascades to a tier that mixes requests become one job, at :meth:`submit_together`.
+    def cascade_stores(
+        self, stores: Sequence[tuple[Iterable[TierState], Sequence[OffloadKey], Rows, ReqContext]]
+    ) -> None:
+        """Offer the blocks of stores that have ended in one step, as one job to a tier that mixes requests.
 
         Args:
-            blocks: largest number of blocks of all these cascades together.
+            stores: the arguments of :meth:`cascade`, for each store.
         """
-        self._together = blocks
-
-    def submit_together(self) -> None:
-        """Submit the blocks of the cascades since :meth:`begin_together`."""
-        self._together = 0
-        for state in self._states:
-            state.credit = 0.0  # the tier was asked about these blocks only
-            if state in self._gathered:
-                self._submit_gathered(state)
+        self._together = sum([len(keys) for _, keys, _, _ in stores]) if len(stores) > 1 else 0
+        for states, keys, rows, ctx in stores:
+            self.cascade(states, keys, rows, ctx)
+        if self._together:
+            self._together = 0
+            for state in self._states:
+                state.credit = 0.0  # the tier was asked about these blocks only
+                if state in self._gathered:
+                    self._submit_gathered(state)
 
     def _gather(self, state: TierState, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Keep blocks, which their tier has admitted and has credit for, until :meth:`submit_together`."""
+        """Keep admitted blocks, for which there is credit, until the last store of the step is offered."""
         if state in self._gathered:
             gathered = self._gathered[state][0]
             if len(gathered) + len(keys) > AT_ONCE or not gathered.keys().isdisjoint(keys):

@@ -21,7 +21,7 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, PrefixMatch, PrepareStoreOutput
 from tiering.api.namespace import revision_digest
 from tiering.api.request import LATE_STORE, WANTED_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.api.transfer import CPULoadStoreSpec
+from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import TRUTH
 from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import TierJobs
@@ -197,6 +197,8 @@ class TieringOffloadingManager(MissFacts):
             if request in self._waits:
                 self._waiters.settle(request, keys)
             return PrefixMatch(hits, False)
+        if not request.tiers and keys[hits] not in self.primary_tier.pending:
+            return PrefixMatch(hits, False)
         match = self._search.match(request, keys, hits, at_least)
         if match.pending:
             self._open_lookups.note(req_context.req_id)
@@ -298,38 +300,45 @@ class TieringOffloadingManager(MissFacts):
             self._broker.evicted(output.evicted_keys)
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        if get_ident() != self._owner.ident:
-            self._owner.claim()
-        self._rest.until = None
-        stored, rows = self.primary_tier.finish_store(keys, req_context.req_id, success)
-        request = self._known.get(req_context.req_id)
-        if stored:
-            self.news.announce()  # Lookups that wait for these blocks may be repeated.
-            if self._advisor is not None:
-                self._advisor.stored(stored)
-            self._jobs.note_refilled(rows)
-            if req_context is WANTED_STORE:
-                self._cascade_wanted(stored)
-            elif req_context is not LATE_STORE:
-                self._jobs.cascade(self._states if request is None else request.tiers, stored, rows, req_context)
-            if self._is_exclusive and req_context is not LATE_STORE:
-                self.primary_tier.mark_held(stored)
-        if self._jobs.awaited:
-            self._cascade_awaited()
-        if request is not None and request.finished and self._known.get(req_context.req_id) is request:
-            self._close_if_done(request)
+        self.complete_stores(((keys, req_context, success),))
 
     def complete_stores(self, stores: Sequence[tuple[Sequence[OffloadKey], ReqContext, bool]]) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        if not self._states or len(stores) == 1:
-            super().complete_stores(stores)
-            return
-        self._jobs.begin_together(sum([len(keys) for keys, _, success in stores if success]))
-        try:
-            super().complete_stores(stores)
-        finally:
-            self._jobs.submit_together()
+        self._rest.until = None
+        finish, ended = self.primary_tier.finish_store, list[tuple[Sequence[OffloadKey], Rows, ReqContext]]()
+        for keys, ctx, success in stores:
+            stored, rows = finish(keys, ctx.req_id, success)
+            if stored:
+                ended.append((stored, rows, ctx))
+        if ended:
+            self.news.announce()  # Lookups that wait for these blocks may be repeated.
+            if self._advisor is not None:
+                self._advisor.stored([key for stored, _, _ in ended for key in stored])
+            if self._states:
+                self._cascade_ended(ended)
+            if self._is_exclusive:
+                for stored, _, ctx in ended:
+                    if ctx is not LATE_STORE:
+                        self.primary_tier.mark_held(stored)
+        if self._jobs.awaited:
+            self._cascade_awaited()
+        for _, ctx, _ in stores:
+            request = self._known.get(ctx.req_id)
+            if request is not None and request.finished:
+                self._close_if_done(request)
+
+    def _cascade_ended(self, stores: Sequence[tuple[Sequence[OffloadKey], Rows, ReqContext]]) -> None:
+        """Offer the blocks of stores that have ended in one step to the tiers of their requests."""
+        offers = []
+        for keys, rows, ctx in stores:
+            self._jobs.note_refilled(rows)
+            if ctx is WANTED_STORE:
+                self._cascade_wanted(keys)
+            elif ctx is not LATE_STORE:
+                request = self._known.get(ctx.req_id)
+                offers.append((self._states if request is None else request.tiers, keys, rows, ctx))
+        self._jobs.cascade_stores(offers)
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
@@ -413,13 +422,15 @@ class TieringOffloadingManager(MissFacts):
             return
         request.finished, request.released = True, released
         self._open_lookups.drop(req_context.req_id)
-        self.primary_tier.on_request_finished(req_context)
-        self._promotions.release(request)
-        self._close_if_done(request)
+        if not self._close_if_done(request):
+            self._promotions.release(request)
 
-    def _close_if_done(self, request: Request) -> None:
-        if not self.primary_tier.has_open_stores(request.ctx.req_id) and request not in self._jobs.awaited:
-            self._close(request)
+    def _close_if_done(self, request: Request) -> bool:
+        """Close a finished request, unless its blocks are still being stored; return True if it is closed."""
+        if self.primary_tier.has_open_stores(request.ctx.req_id) or request in self._jobs.awaited:
+            return False
+        self._close(request)
+        return True
 
     def _close(self, request: Request) -> None:
         request.finished = True

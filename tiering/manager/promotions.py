@@ -380,8 +380,9 @@ class Promotions:
         """Release a finished request's reservations; its queued promotions get new owners or are dropped."""
         self._reservations.release(request)
         self.waiters.end(request)
-        for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
-            self._pass_on(self._queued.pop(queue_key))
+        if self._queued:
+            for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
+                self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
 
     def _pass_on(self, promotion: Promotion) -> None:

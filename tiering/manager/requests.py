@@ -160,7 +160,7 @@ class Requests:
                 self._unknown_names.warn(ctx.req_id, names)
         request = Request(ctx, policy, tiers, [])
         for state in self._tiers.states:
-            if state.queue:
+            if state.queue.lane_of:
                 state.queue.disown(ctx.req_id)
                 self._tiers.end_requests(state)
         for state in tiers:
@@ -196,7 +196,7 @@ class Requests:
         if self.known.get(request.ctx.req_id) is request:
             del self.known[request.ctx.req_id]
         for state in request.tiers:
-            if state.in_service and not (state.queue and state.queue.finish(request.ctx, request.released)):
+            if state.in_service and not (state.queue.lane_of and state.queue.finish(request.ctx, request.released)):
                 self._tiers.call(state, state.tier.on_request_finished, request.ctx, request.released)
 
     def drop_refusals(self) -> None:

@@ -188,7 +188,7 @@ class RowBroker:
                 break
         else:
             return False
-        if state.cascading_rows + len(state.queue) <= self._most_rows:
+        if state.cascading_rows + len(state.queue.lane_of) <= self._most_rows:
             return False
         now = self._clock()
         if self._stalls(state, now) or not _is_patient(request.refused_since, now):
