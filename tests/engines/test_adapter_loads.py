@@ -51,6 +51,11 @@ class Manager:
         self.meanwhile: Callable[[], object] = lambda: None
         """A function to call in the middle of a load."""
         self.layers: Any = {"layer": layer(Tensor())}
+        self.held: set[int] = set()
+        """Numbers of the adapters that it holds."""
+
+    def list_adapters(self) -> set[int]:
+        return self.held
 
     def _load_adapter(self, lora_request: Any) -> Any:
         path = Path(lora_request.lora_path)
@@ -287,8 +292,42 @@ def test_adapters_that_were_not_used_for_long_are_dropped(
         manager.load(path, number=number)
         held = loads.take_news()[f"{number} adapter"]
         assert loads.check([("1 adapter", held, {7})]) == set(), "the first one is used in between"
-    assert list(loads._held) == ["5 adapter", "6 adapter", "1 adapter"]
+    assert list(loads._held) == ["5", "6", "1"]
     assert loads.check([("2 adapter", held, {7})]) == {7}
+
+
+def test_an_adapter_that_the_manager_holds_is_not_dropped_and_its_files_are_not_asked_again(
+    loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that is pinned stays longer than any number of others is remembered."""
+    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 3)
+    manager, path = Manager(), write(tmp_path / "one", b"first")
+    held = identity(loads, path, manager)
+    manager.held = {1}
+    for number in range(2, 9):
+        manager.load(path, number=number)
+    loads.take_news()
+    write(path, b"other")
+    loads.read({"1 adapter": (str(path), False)})
+    assert loads.take_news() == {"1 adapter": held}
+    assert loads.check([("1 adapter", held, {7})]) == set()
+    assert list(loads._held) == ["6", "7", "8", "1"]
+
+
+def test_a_number_that_is_used_for_two_names_stands_for_the_adapter_that_the_manager_holds(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
+    """VLLM does not compare names and paths: it computes with what it holds of the number."""
+    manager, first, second = Manager(), write(tmp_path / "one", b"first"), write(tmp_path / "two", b"second")
+    manager.load(first, name="one")
+    one = loads.take_news()["1 one"]
+    loads.read({"1 two": (str(second), False)})
+    assert loads.take_news() == {"1 two": one}
+    assert loads.check([("1 two", one, {7})]) == set()
+    manager.load(second, name="two")
+    news = loads.take_news()
+    assert news["1 one"] == news["1 two"] != one
+    assert loads.check([("1 one", one, {7})]) == {7}
 
 
 def test_each_load_of_unknown_files_is_another_identity_and_other_engines_have_others(tmp_path: Path) -> None:

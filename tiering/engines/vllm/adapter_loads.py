@@ -20,6 +20,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -96,9 +97,15 @@ class RecentAdapters(dict[str, T]):
 def key_of(lora_request: Any) -> str:
     """Return the key of an adapter: the number by which vLLM's workers know the adapter, and its name.
 
-    Workers may hold several adapters of one name.
+    Workers may hold several adapters of one name. They hold one adapter of a number, and compute with it whatever name
+    and path a request has.
     """
     return f"{lora_request.lora_int_id} {lora_request.lora_name}"
+
+
+def _number_of(key: str) -> str:
+    """Return the number in an adapter's key."""
+    return key.partition(" ")[0]
 
 
 def name_of(key: str) -> str:
@@ -109,6 +116,16 @@ def name_of(key: str) -> str:
 def is_private(identity: str) -> bool:
     """Return True if an identity stands for one load of one engine, whose content is not known."""
     return identity.startswith(_PRIVATE)
+
+
+@dataclass(slots=True)
+class _Held:
+    """An adapter that the manager has loaded and may still hold."""
+
+    identity: str
+    """Identity; "" if it is not known."""
+    keys: set[str]
+    """The keys that were asked for or loaded with its number."""
 
 
 class AdapterLoads:
@@ -127,7 +144,8 @@ class AdapterLoads:
         self._reads = reads
         words = plain({word: value for word, value in _words(lora_config).items() if word not in _NOT_CONTENT})
         self._settings = json.dumps(words, sort_keys=True)
-        self._held = RecentAdapters[str]()
+        self._held = RecentAdapters[_Held]()
+        """Adapters by number."""
         self._news: dict[str, str] = {}
         self._loads = 0
         """Number of loads, equal on all workers of an engine."""
@@ -141,13 +159,14 @@ class AdapterLoads:
             managers: vLLM's classes of managers.
         """
         try:
-            owners = {next(one for one in kind.__mro__ if _METHOD in vars(one)) for kind in managers}
+            owners: set[Any] = {next(one for one in kind.__mro__ if _METHOD in vars(one)) for kind in managers}
             for owner in owners:
                 load = vars(owner)[_METHOD]
                 if not hasattr(load, "kv_tiering"):
                     inspect.signature(load).bind(None, None)
+                    inspect.signature(owner.list_adapters).bind(None)
                     setattr(owner, _METHOD, _observed(load))
-        except (StopIteration, TypeError) as error:
+        except (AttributeError, StopIteration, TypeError) as error:
             logger.warning("the loading of LoRA adapters cannot be observed: their requests use no tier (%s)", error)
             return
         _observers.append(self)
@@ -162,12 +181,13 @@ class AdapterLoads:
         """Return True if ``manager`` is this engine's."""
         return getattr(manager, "lora_config", None) is self._config
 
-    def record(self, key: str, content: str | None) -> None:
+    def record(self, key: str, content: str | None, held: Iterable[int] = ()) -> None:
         """Record a load.
 
         Args:
             key: key of the adapter.
             content: identity of the content of its files; "" if that is not known; None if what was loaded may change.
+            held: numbers of the adapters that the manager holds, which are not dropped; default: none.
         """
         self._loads += 1
         if content is None:
@@ -183,10 +203,12 @@ class AdapterLoads:
                 name_of(key),
                 "no tier" if content is None else "the CPU tier only",
             )
-        if self._news.get(key, identity) != identity:
+        known = self._held.get(_number_of(key))
+        keys = {key} if known is None else known.keys | {key}
+        if any(self._news.get(one, identity) != identity for one in keys):
             identity = ""  # two loads since the last report
-        self._news[key] = identity
-        self._held.put(key, identity)
+        self._news |= dict.fromkeys(keys, identity)
+        self._held.put(_number_of(key), _Held(identity, keys), lambda: set(map(str, held)))
 
     def _identity(self, content: str) -> str:
         return hashlib.sha256(f"{content}\0{self._settings}".encode()).hexdigest()
@@ -198,8 +220,9 @@ class AdapterLoads:
             adapters: files by key. Those that are loaded already are not read.
         """
         for key, files in adapters.items():
-            if key in self._held:
-                self._news.setdefault(key, self._held[key])
+            if (held := self._held.get(_number_of(key))) is not None:
+                held.keys.add(key)
+                self._news.setdefault(key, held.identity)
             elif self._reads:
                 self._reader.run(partial(self._read_one, key, *files), partial(self._not_read, key))
 
@@ -217,7 +240,10 @@ class AdapterLoads:
         """
         stale: set[int] = set()
         for key, identity, blocks in checks:
-            held = self._held.use(key) or ""
+            adapter = self._held.use(_number_of(key))
+            if adapter is not None:
+                adapter.keys.add(key)
+            held = "" if adapter is None else adapter.identity
             if not identity:
                 self._news.setdefault(key, held)
             elif held != identity:
@@ -228,7 +254,7 @@ class AdapterLoads:
         """Return the identities to report, by key, and forget that they are to be reported."""
         while not self._read.empty():
             key, identity = self._read.get()
-            if key not in self._held:
+            if _number_of(key) not in self._held:
                 self._news[key] = identity
         news, self._news = self._news, {}
         return news
@@ -248,7 +274,7 @@ def _observed(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         elif content and getattr(lora_request, "is_3d_lora_weight", False):
             content += _3D
         for one in observers:
-            one.record(key_of(lora_request), content)
+            one.record(key_of(lora_request), content, self.list_adapters())
         return loaded
 
     _load_adapter.kv_tiering = True  # type: ignore[attr-defined]
