@@ -116,6 +116,15 @@ def test_a_share_of_nothing_is_refused() -> None:
     assert (done.code, "--kind chat=0: the share must be above 0" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize("words", [("--kind", "cht"), ("--rate", "0")])
+def test_wrong_words_leave_the_file_of_the_output_as_it_is(words: tuple[str, ...], trace: Path) -> None:
+    before = trace.read_bytes()
+    assert kv_tiering("trace", "generate", "-o", trace, *words).code == USAGE
+    assert trace.read_bytes() == before
+    nowhere = kv_tiering("trace", "generate", "-o", trace / "none", "--requests", 1)
+    assert (nowhere.code, nowhere.err.endswith("Not a directory\n")) == (USAGE, True)
+
+
 def test_a_page_that_cannot_be_written_costs_no_results(trace: Path, stack: Path, tmp_path: Path) -> None:
     page = tmp_path / ("long" * 64 + ".html")
     done = kv_tiering("replay", trace, "--stack", stack, "--html", page)

@@ -41,7 +41,7 @@ def trace(context: click.Context) -> None:
 )
 @click.option("--block-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one block.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal traces.")
-@click.option("-o", "--output", type=click.File("w", lazy=False), default="-", help="File to write; default: stdout.")
+@click.option("-o", "--output", type=click.File("w", lazy=True), default="-", help="File to write; default: stdout.")
 def generate_trace(
     kinds: tuple[str, ...], requests: int, rate: float, block_tokens: int, seed: int, output: TextIO
 ) -> None:
