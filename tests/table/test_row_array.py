@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from tiering.block_tier.intake import AdmitSecondTouch
 from tiering.index.slots import SlotIndex
 from tiering.table.row_array import row_array
 from tiering.testing.keys import keys_of
@@ -35,9 +39,12 @@ def test_a_large_array_takes_no_memory_at_first_where_the_process_has_freed_much
     assert array.sum() == 1
 
 
-@pytest.mark.skipif(
+huge_pages = pytest.mark.skipif(
     "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(), reason="there are no huge pages"
 )
+
+
+@huge_pages
 def test_the_first_blocks_of_a_large_index_take_no_more_than_the_pages_in_use() -> None:
     index = SlotIndex(8_000_000)
     before = _resident()
@@ -46,6 +53,25 @@ def test_the_first_blocks_of_a_large_index_take_no_more_than_the_pages_in_use() 
     plan = index.plan_store(keys, 0.0)
     index.end_store(keys, plan.places, [True] * 64, 0.0)
     assert _resident() - before < 1 << 20, "no array gets 2 MiB at once"
+
+
+@huge_pages
+def test_the_first_touches_that_a_policy_remembers_take_no_huge_pages_also_after_a_reset() -> None:
+    ghost = AdmitSecondTouch()._ghost
+    assert _has_small_pages(ghost._table)
+    ghost.clear()
+    assert _has_small_pages(ghost._table)
+
+
+def _has_small_pages(array: NDArray[Any]) -> bool:
+    """Return True if the kernel may give the whole mapping of ``array`` no huge pages."""
+    contains = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if mapping := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            contains = int(mapping[1], 16) <= array.ctypes.data < int(mapping[2], 16)
+        elif contains and line.startswith("VmFlags:"):
+            return "nh" in line.split()
+    raise AssertionError("the array is in no mapping")
 
 
 def _resident() -> int:

@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from tiering.api.keys import OffloadKey
 from tiering.secondary.contract import HELD_FOR
+from tiering.table.row_array import row_array
 
 GHOST_SLOTS = 1 << 20
 """Number of declined blocks that are remembered, 8 bytes each."""
@@ -108,7 +109,7 @@ class GhostFilter:
 
     def __init__(self, slots: int = GHOST_SLOTS) -> None:
         """Make an empty filter of ``slots`` slots, a power of two."""
-        self._table: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self._table: NDArray[np.int64] = row_array(slots, np.int64)
         self._mask = slots - 1
 
     @staticmethod
@@ -134,7 +135,7 @@ class GhostFilter:
 
     def clear(self) -> None:
         """Drop all hashes, without a write to each slot: a new table is zero until it is used."""
-        self._table = np.zeros(len(self._table), np.int64)
+        self._table = row_array(len(self._table), np.int64)
 
 
 class AdmitSecondTouch(Admission):
