@@ -9,11 +9,13 @@ import pytest
 
 from tiering.api.request import ReqContext
 from tiering.errors import OverdueError
-from tiering.replay.queues import Speed, StoreQueue
+from tiering.replay.queues import JobQueue
 from tiering.secondary.contract import TransferJob
 
-TEN_A_SECOND = Speed(bytes_per_second=1000.0, latency=0.0, at_once=1)
-"""Blocks of 100 bytes, ten a second."""
+
+def ten_a_second() -> JobQueue:
+    """Blocks of 100 bytes, ten a second."""
+    return JobQueue(bytes_per_second=1000.0, latency=0.0, at_once=1, bytes_ratio=1.0)
 
 
 def store(number: int, blocks: int, deadline: float = math.inf) -> TransferJob:
@@ -29,7 +31,7 @@ def numbers(results: list[TransferJob]) -> list[int]:
 
 
 def test_stores_are_written_one_after_the_other() -> None:
-    queue = StoreQueue(TEN_A_SECOND, 1.0)
+    queue = ten_a_second()
     assert queue.next_end == math.inf
     queue.submit(store(1, 10), 0.0)
     queue.submit(store(2, 5), 0.5)
@@ -40,12 +42,12 @@ def test_stores_are_written_one_after_the_other() -> None:
     assert numbers(queue.take_ended(9.0)) == [2]
     queue.submit(store(3, 1), 9.0)
     assert queue.next_end == pytest.approx(9.1), "the medium has rested since"
-    assert (queue.blocks, queue.written_bytes) == (15, 1500)
-    assert queue.written_seconds == pytest.approx(1.5)
+    assert (queue.blocks, queue.moved_bytes) == (16, 1600)
+    assert queue.moved_seconds == pytest.approx(1.6)
 
 
 def test_a_store_fails_at_its_deadline_if_it_has_not_begun() -> None:
-    queue = StoreQueue(TEN_A_SECOND, 1.0)
+    queue = ten_a_second()
     for number, deadline in ((1, 0.2), (2, 0.3), (3, 2.0)):
         queue.submit(store(number, 10, deadline), 0.0)
     assert queue.next_end == pytest.approx(0.3)
@@ -57,17 +59,7 @@ def test_a_store_fails_at_its_deadline_if_it_has_not_begun() -> None:
     assert queue.blocks == 20
 
 
-def test_all_stores_end_when_the_queue_runs_out() -> None:
-    queue = StoreQueue(TEN_A_SECOND, 1.0)
-    queue.submit(store(1, 10), 3.0)
-    queue.submit(store(2, 10), 3.0)
-    assert queue.run_out() == pytest.approx(5.0)
-    assert queue.next_end <= 0.0, "their results wait to be taken"
-    assert numbers(queue.take_ended(0.0)) == [1, 2]
-    assert queue.next_end == math.inf
-
-
 def test_many_blocks_take_as_many_latencies_as_they_need_waves() -> None:
-    speed = Speed(bytes_per_second=1e9, latency=0.5, at_once=4)
-    assert speed.seconds(4, 4000) == pytest.approx(0.5, abs=1e-5)
-    assert speed.seconds(9, 9000) == pytest.approx(1.5)
+    queue = JobQueue(bytes_per_second=1e9, latency=0.5, at_once=4, bytes_ratio=1.0)
+    assert queue.seconds(4, 4000) == pytest.approx(0.5, abs=1e-5)
+    assert queue.seconds(9, 9000) == pytest.approx(1.5)

@@ -1,28 +1,81 @@
-"""Speed of a simulated medium, and the queue of its stores: when they begin and end.
+"""The jobs of one direction of a simulated medium, which are moved one after the other.
 
-Each direction moves one job after the other. :mod:`tiering.replay.model` describes the duration of a job.
+The end of a job is certain when it is submitted. :mod:`tiering.replay.model` describes the duration of a job.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass
+from itertools import count
 
 from tiering.errors import OverdueError
 from tiering.medium.block_store import Done, Outcome
 from tiering.secondary.contract import TransferJob
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Speed of a medium in one direction."""
+class JobQueue:
+    """The jobs of one direction of one medium.
 
-    bytes_per_second: float
-    """Bytes per second of all transfers together."""
-    latency: float
-    """Time until the first byte of a block arrives, in seconds."""
-    at_once: int
-    """Number of blocks that are moved at the same time."""
+    Args:
+        bytes_per_second: bytes per second of all transfers together.
+        latency: time until the first byte of a block arrives, in seconds.
+        at_once: number of blocks that are moved at the same time.
+        bytes_ratio: stored bytes by raw bytes, below 1 for a tier that compresses.
+    """
+
+    def __init__(self, bytes_per_second: float, latency: float, at_once: int, bytes_ratio: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._latency = latency
+        self._at_once = at_once
+        self._ratio = bytes_ratio
+        self._order = count()
+        self._jobs: list[tuple[float, int, TransferJob, Outcome]] = []
+        self.free_at = 0.0
+        """Time at which all submitted jobs will have been moved, in seconds."""
+        self.blocks = 0
+        """Number of blocks moved."""
+        self.moved_bytes = 0
+        """Bytes moved on the medium."""
+        self.moved_seconds = 0.0
+        """Seconds during which the medium moved."""
+
+    def submit(self, job: TransferJob, now: float) -> None:
+        """Add a job, which begins when those before it have been moved, or fails at its deadline."""
+        start = max(now, self.free_at)
+        if start >= job.deadline:
+            overdue = OverdueError(f"the {job.verb} waited longer than the tier's deadline")
+            self._push(max(job.deadline, now), job, overdue)
+            return
+        blocks, moved = len(job.moved), int(sum(job.sizes) * self._ratio)
+        seconds = self.seconds(blocks, moved)
+        self.free_at = start + seconds
+        self.blocks += blocks
+        self.moved_bytes += moved
+        self.moved_seconds += seconds
+        self._push(self.free_at, job, Done.DONE)
+
+    def _push(self, end: float, job: TransferJob, outcome: Outcome) -> None:
+        heapq.heappush(self._jobs, (end, next(self._order), job, outcome))
+
+    @property
+    def next_end(self) -> float:
+        """Time at which the next job ends; infinity if there is none."""
+        return self._jobs[0][0] if self._jobs else math.inf
+
+    @property
+    def last_end(self) -> float:
+        """Time at which all jobs will have ended, those included that miss their deadline."""
+        return max([self.free_at, *(end for end, *_ in self._jobs)])
+
+    def take_ended(self, now: float) -> list[TransferJob]:
+        """Return the jobs that have ended until ``now``, each once, with the outcomes of their blocks."""
+        ended: list[TransferJob] = []
+        while self.next_end <= now:
+            _, _, job, outcome = heapq.heappop(self._jobs)
+            job.outcomes = [outcome] * len(job.moved)
+            ended.append(job)
+        return ended
 
     def seconds(self, blocks: int, moved: int) -> float:
         """Return the duration of a job, in seconds.
@@ -31,107 +84,5 @@ class Speed:
             blocks: number of its blocks.
             moved: bytes that the medium moves for them.
         """
-        if blocks <= self.at_once:
-            return self.latency + moved / self.bytes_per_second
-        waves = math.ceil(blocks / self.at_once)
-        return max(self.latency + moved / self.bytes_per_second, waves * self.latency)
-
-
-@dataclass(slots=True, eq=False)
-class _Store:
-    """One store that has not ended."""
-
-    job: TransferJob
-    blocks: int
-    """Number of blocks."""
-    raw_bytes: int
-    """Raw bytes of these blocks."""
-    begun: float = 0.0
-    """Time at which its first block began."""
-    end: float = math.inf
-    """Time at which its last block will have been written; infinity before its first block begins."""
-
-
-class StoreQueue:
-    """The stores of one medium.
-
-    Args:
-        speed: speed of the medium.
-        bytes_ratio: stored bytes by raw bytes, below 1 for a tier that compresses.
-    """
-
-    def __init__(self, speed: Speed, bytes_ratio: float) -> None:
-        self._speed = speed
-        self._ratio = bytes_ratio
-        self._running: _Store | None = None
-        self._waiting: dict[int, _Store] = {}
-        self._ended: list[TransferJob] = []
-        self._last_end = 0.0
-        self.blocks = 0
-        """Number of blocks written."""
-        self.written_bytes = 0
-        """Bytes written."""
-        self.written_seconds = 0.0
-        """Seconds during which the medium wrote."""
-
-    def submit(self, job: TransferJob, now: float) -> None:
-        """Add a store, which begins at once if the medium writes nothing."""
-        store = _Store(job, len(job.moved), sum(job.sizes))
-        if self._running is None:
-            self._begin(store, now)
-        else:
-            self._waiting[job.job_id] = store
-
-    def take_ended(self, now: float) -> list[TransferJob]:
-        """Return the stores that have ended until ``now`` and were not returned yet."""
-        ended, self._ended = self._ended, []
-        waiting = self._waiting
-        while (running := self._running) is not None:
-            head = next(iter(waiting.values()), None)
-            if head is not None and head.job.deadline <= min(running.end, now):
-                del waiting[head.job.job_id]
-                ended.append(_ended(head, OverdueError("the store waited longer than the tier's deadline")))
-                continue
-            if running.end > now:
-                break
-            ended.append(self._end(running))
-            if head is not None:
-                del waiting[head.job.job_id]
-                self._begin(head, running.end)
-        return ended
-
-    def run_out(self) -> float:
-        """Let all stores end, for :meth:`take_ended`, and return the time at which the last one has ended."""
-        self._ended = self.take_ended(math.inf)
-        return self._last_end
-
-    @property
-    def next_end(self) -> float:
-        """Time at which the next store ends or misses its deadline; infinity if there is none."""
-        if self._ended:
-            return -math.inf
-        if self._running is None:
-            return math.inf
-        head = next(iter(self._waiting.values()), None)
-        return self._running.end if head is None else min(self._running.end, head.job.deadline)
-
-    def _seconds(self, store: _Store) -> float:
-        return self._speed.seconds(store.blocks, int(store.raw_bytes * self._ratio))
-
-    def _begin(self, store: _Store, now: float) -> None:
-        store.begun, store.end = now, now + self._seconds(store)
-        self._running = store
-
-    def _end(self, running: _Store) -> TransferJob:
-        self._running = None
-        self._last_end = running.end
-        self.blocks += running.blocks
-        self.written_bytes += int(running.raw_bytes * self._ratio)
-        self.written_seconds += running.end - running.begun
-        return _ended(running, Done.DONE)
-
-
-def _ended(store: _Store, outcome: Outcome) -> TransferJob:
-    """Return the job of a store whose blocks have ended with ``outcome``."""
-    store.job.outcomes = [outcome] * store.blocks
-    return store.job
+        waves = math.ceil(blocks / self._at_once)
+        return max(self._latency + moved / self._bytes_per_second, waves * self._latency)

@@ -25,8 +25,7 @@ from tiering.replay.device import DeviceCache
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
-from tiering.replay.stack import SimulatedStack, open_simulated
-from tiering.replay.tier import SimulatedTier
+from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
 from tiering.secondary.options import TtlOptions
 

@@ -7,17 +7,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress, count, repeat
+from itertools import count, repeat
 from typing import Any
 
-from tiering.errors import OverdueError, StoreError
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
+from tiering.errors import StoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, StoreProbe, StoreTraits
 from tiering.medium.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
 from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.messages import IoTask
 from tiering.replay.model import MediumModel
-from tiering.replay.queues import Speed, StoreQueue
+from tiering.replay.queues import JobQueue
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BlockTierOptions
 
@@ -118,9 +118,6 @@ class SimulatedStore(BlockStore):
 class SimulatedIo:
     """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
 
-    Loads and stores have one queue each. The end of a load is certain when it is submitted; that of a store is not
-    (:mod:`tiering.replay.queues`).
-
     Args:
         name: name of the tier.
         store: the medium.
@@ -143,10 +140,9 @@ class SimulatedIo:
         self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
         at_once = options.depth.start
-        self._load_speed = Speed(model.read_bytes_per_second, model.latency, at_once)
-        self._loaded_at = 0.0
-        """Time at which all submitted loads will have ended."""
-        self.stores = StoreQueue(Speed(model.write_bytes_per_second, model.latency, at_once), bytes_ratio)
+        self.loads = JobQueue(model.read_bytes_per_second, model.latency, at_once, bytes_ratio)
+        """Loads from the medium."""
+        self.stores = JobQueue(model.write_bytes_per_second, model.latency, at_once, bytes_ratio)
         """Stores to the medium."""
         self.load_depth = self.store_depth = at_once
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
@@ -157,22 +153,16 @@ class SimulatedIo:
         self.clock = clock
         """Simulated time."""
         self._order = count()
-        self._loads: list[tuple[float, int, TransferJob, Outcome | None]] = []
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
-        loads, tasks = self._loads, self._tasks
-        end = loads[0][0] if loads else math.inf
-        return tasks[0][0] if tasks and tasks[0][0] < end else end
+        end = self.loads.next_end
+        return min(end, self._tasks[0][0]) if self._tasks else end
 
     def next_end(self) -> float:
         """Return the time at which the next job, task or probe ends; infinity if none is under way."""
-        loads, tasks = self._loads, self._tasks
-        end = self.stores.next_end
-        if loads and loads[0][0] < end:
-            end = loads[0][0]
-        return tasks[0][0] if tasks and tasks[0][0] < end else end
+        return min(self.stores.next_end, self.next_answer())
 
     @property
     def busy_bytes(self) -> int:
@@ -180,24 +170,17 @@ class SimulatedIo:
         return 2 * self.store_depth * (SINGLE_UNIT_BYTES if self.store.named else BATCH_UNIT_BYTES)
 
     def submit(self, job: TransferJob) -> None:
-        now = self.clock.now
-        if not job.is_promotion:
-            self.stores.submit(job, now)
-            return
-        stats, start = self.stats, max(now, self._loaded_at)
-        failure: Outcome | None = None
-        if start >= job.deadline:
-            failure, end = OverdueError("the load waited longer than the tier's deadline"), max(job.deadline, now)
+        loads, stores, stats = self.loads, self.stores, self.stats
+        before = loads.blocks + stores.blocks
+        if job.is_promotion:
+            loads.submit(job, self.clock.now)
+            ends, request = self.clock.load_ends, job.req_context.req_id
+            ends[request] = max(loads.free_at, ends.get(request, 0.0))
         else:
-            blocks, moved = len(job.moved), int(sum(job.sizes) * self.bytes_ratio)
-            seconds = self._load_speed.seconds(blocks, moved)
-            self._loaded_at = end = start + seconds
-            stats.read_seconds += seconds
-            stats.requests += blocks
-            stats.read_bytes += moved
-        ends, request = self.clock.load_ends, job.req_context.req_id
-        ends[request] = max(self._loaded_at, ends.get(request, 0.0))
-        heapq.heappush(self._loads, (end, next(self._order), job, failure))
+            stores.submit(job, self.clock.now)
+        stats.requests += loads.blocks + stores.blocks - before
+        stats.read_bytes, stats.read_seconds = loads.moved_bytes, loads.moved_seconds
+        stats.written_bytes, stats.written_seconds = stores.moved_bytes, stores.moved_seconds
 
     def run(self, task: IoTask) -> None:
         result, error = None, None
@@ -216,35 +199,18 @@ class SimulatedIo:
         heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
 
     def poll(self) -> Sequence[TransferJob]:
-        now, tasks, loads = self.clock.now, self._tasks, self._loads
+        now, tasks = self.clock.now, self._tasks
         while tasks and tasks[0][0] <= now:
             _, _, task, result, error = heapq.heappop(tasks)
             task.on_done(result, error)
-        ended: list[TransferJob] = []
-        while loads and loads[0][0] <= now:
-            _, _, job, failure = heapq.heappop(loads)
-            ended.append(self._loaded(job, failure))
-        if self.stores.next_end <= now:
-            ended += self._stored(now)
-        return ended
-
-    def _loaded(self, job: TransferJob, failure: Outcome | None) -> TransferJob:
-        if failure is not None:
-            job.outcomes = [failure] * len(job.moved)
-        else:
-            job.outcomes = [Done.DONE if there else Done.ABSENT for there in self.store.held(job.places)]
-        return job
-
-    def _stored(self, now: float) -> list[TransferJob]:
-        """Return the stores that have ended, and hold their blocks."""
-        stores, stats = self.stores, self.stats
-        ended = stores.take_ended(now)
-        for job in ended:
-            written = list(compress(job.places, [outcome is Done.DONE for outcome in job.outcomes]))
-            self.store.hold(written)
-            stats.requests += len(written)
-        stats.written_bytes, stats.written_seconds = stores.written_bytes, stores.written_seconds
-        return ended
+        loaded, stored = self.loads.take_ended(now), self.stores.take_ended(now)
+        for job in loaded:
+            if Done.DONE in job.outcomes:
+                job.outcomes = [Done.DONE if there else Done.ABSENT for there in self.store.held(job.places)]
+        for job in stored:
+            if Done.DONE in job.outcomes:
+                self.store.hold(job.places)
+        return loaded + stored
 
     def wait(self, timeout: float) -> bool:
         """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
@@ -265,8 +231,8 @@ class SimulatedIo:
 
     def drain(self, deadline: float) -> bool:
         """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
-        ends = [end for end, *_ in self._loads] + [end for end, *_ in self._tasks]
-        self.clock.now = max([self.clock.now, self.stores.run_out(), *ends])
+        ends = (end for end, *_ in self._tasks)
+        self.clock.now = max([self.clock.now, self.loads.last_end, self.stores.last_end, *ends])
         return True
 
     def close(self, deadline: float) -> bool:
