@@ -108,6 +108,16 @@ class TestBounds:
         explainer.settle()
         assert compute(explainer, "b", MINE[:1]).spans[0].cause is MissCause.NEW
 
+    def test_notes_without_keys_are_bounded_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MAX_WAITING_BLOCKS", 3)
+        explainer = make_explainer()
+        for number in range(100):
+            explainer.started(str(number), 0)
+            explainer.reset()
+        assert len(explainer._queue) < 10
+        explainer.settle()
+        assert compute(explainer, "a", MINE[:1]).spans[0].cause is MissCause.NEW
+
     def test_a_dropped_record_in_the_middle_of_known_blocks_is_not_taken_for_a_new_block(self) -> None:
         explainer = make_explainer()
         explainer.events([event("cpu", MINE[0]), event("cpu", MINE[2]), event("cpu", MINE[0], MINE[2], evicted=True)])

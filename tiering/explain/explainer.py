@@ -30,7 +30,10 @@ from tiering.runtime.forks import inert_in_children
 logger = logging.getLogger("kv_tiering.explain")
 
 MAX_WAITING_BLOCKS = 1 << 18
-"""Largest number of blocks in the queue, about 20 MB of keys; beyond it, all records start over."""
+"""Largest number of blocks in the queue, about 20 MB of keys; beyond it, all records start over.
+
+Notes without keys, which count as one block each, are left out beyond twice this number.
+"""
 
 MAX_OPEN = 1 << 16
 """Largest number of requests that have not begun to compute and are remembered."""
@@ -122,7 +125,8 @@ class Explainer:
         tierless = {(cause, ""): 0 for cause in MissCause if cause not in OF_A_TIER}
         self._totals = tierless | {(cause, name): 0 for cause in sorted(OF_A_TIER) for name in self._names}
         self._minutes: deque[tuple[int, Counter[tuple[MissCause, str]]]] = deque(maxlen=MINUTES)
-        inert_in_children(self, _InertExplainer)
+        # Only the parent's thread processes notes.
+        inert_in_children(self, ("events", "unstored", "missed", "started", "ended", "reset"))
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
@@ -134,6 +138,9 @@ class Explainer:
 
     def _append(self, note: object, blocks: int) -> None:
         if self._disabled:
+            return
+        if self._noted - self._taken > 2 * MAX_WAITING_BLOCKS:
+            self._overflown = True
             return
         if self._overflown:  # what was left out makes all records doubtful
             self._overflown = False
@@ -404,28 +411,6 @@ class Explainer:
             self._minutes[-1][1][span.cause, span.tier] += span.end - span.first
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s computed %s", shown_name(started.req_id), summary(final))
-
-
-class _InertExplainer:
-    """Explainer in a forked child: only the parent's thread would process the notes."""
-
-    def events(self, events: Iterable[OffloadingEvent]) -> None:
-        """Do nothing."""
-
-    def unstored(self, unstored: Iterable[Unstored]) -> None:
-        """Do nothing."""
-
-    def missed(self, missed: Missed) -> None:
-        """Do nothing."""
-
-    def started(self, req_id: str, computed: int) -> None:
-        """Do nothing."""
-
-    def ended(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
-        """Do nothing."""
-
-    def reset(self) -> None:
-        """Do nothing."""
 
 
 def _code(cause: MissCause) -> int:

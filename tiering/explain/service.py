@@ -124,7 +124,7 @@ class ExplainService:
         self._server = self._listen(path)
         self._threads = ThreadPool("kv-tiering-why", 1)
         self._threads.run(self._serve, self._unstarted)
-        inert_in_children(self, _InertService)
+        inert_in_children(self, ("stop",))
 
     def stop(self, timeout: float) -> None:
         """End the thread and remove the socket; a second call does nothing.
@@ -266,10 +266,3 @@ def _remove_dead(path: Path) -> None:
         if _is_listening(path):
             raise ConfigError(f"another engine listens on {path}; give each engine its own explain.socket")
         path.unlink()
-
-
-class _InertService:
-    """Service in a forked child: only the parent answers."""
-
-    def stop(self, timeout: float) -> None:
-        """Return at once: thread and socket are the parent's."""

@@ -85,7 +85,7 @@ class TraceRecorder:
         self._accepts, self._unserved = True, False
         self._threads = ThreadPool("kv-tiering-trace", 1)
         self._threads.run(self._serve, self._unstarted)
-        inert_in_children(self, _InertRecorder)
+        inert_in_children(self, ("record", "stop", "join"))
 
     @property
     def dropped(self) -> int:
@@ -164,16 +164,3 @@ class TraceRecorder:
         time.sleep(0)
         blake, secret = hashlib.blake2b, self._secret
         return b"".join([blake(key, digest_size=_HASH_BYTES, key=secret).digest() for key in keys])
-
-
-class _InertRecorder:
-    """Recorder in a forked child: only the parent records."""
-
-    def record(self, arrived: float, input_tokens: int, output_tokens: int, keys: Sequence[OffloadKey]) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def join(self, timeout: float) -> None:
-        """Return at once: the thread is the parent's."""
