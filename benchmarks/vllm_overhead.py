@@ -39,7 +39,7 @@ from benchmarks.vllm_overhead_engine import VOCABULARY, Answered, Load, Setting,
 from benchmarks.vllm_own import compile_copy, compiler
 from tests.servers import rclone_server
 from tests.vllm.rig import transfer_config
-from tiering.cli.contents import read_content
+from tiering.cli.inspect import read_content
 from tiering.cli.parameters import admin_of
 from tiering.config.stack_file import load_stack
 

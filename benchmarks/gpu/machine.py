@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from tests.copy.fake_cuda import FakeCuda
 from tiering.copy.batch import BatchCopy, find_batch_copy
-from tiering.copy.cudart import CudaApi, torch_cuda
 from tiering.copy.pages import PageKernel
 
 
@@ -22,7 +22,7 @@ class Machine:
     """Name for the report."""
     device: torch.device
     """Device of the KV caches."""
-    api: CudaApi
+    api: Any
     """``torch.cuda`` or the stand-in."""
     batch: BatchCopy | None
     """The driver's batched copy."""
@@ -60,7 +60,7 @@ def gpu_machine() -> Machine | None:
     return Machine(
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {runtime}",
         device,
-        torch_cuda(),
+        torch.cuda,
         find_batch_copy(),
         move_pages,
         is_gpu=True,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+from rich.table import Table
 
+from tiering.admin.records import EpochState, KnownNamespace
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
-from tiering.cli.contents import TierContent, print_contents, read_content
-from tiering.cli.output import duration, print_json
+from tiering.cli.output import age, duration, print_json, stdout
 from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
@@ -71,7 +73,7 @@ def inspect_command(
         content = await read_content(admin)
         if progress is None:
             return content, None
-        return content, await verify_tier(admin, content, progress, rate=rate, concurrency=concurrency)
+        return content, await verify_tier(admin, content.nbytes, progress, rate=rate, concurrency=concurrency)
 
     results, code = for_each_tier(chosen, replica, work)
     contents = {tier: content for tier, (content, _) in results.items()}
@@ -102,3 +104,132 @@ def _print_verified(tier: str, found: Verified) -> None:
         f"{tier}\tverified\t{found.blocks:,} blocks, {format_bytes(found.nbytes)} in {duration(found.seconds)}: "
         f"{len(found.damaged)} damaged, {found.changed} changed or gone meanwhile"
     )
+
+
+@dataclass(slots=True)
+class EpochContent:
+    """The blocks of one epoch on one tier."""
+
+    namespace: str
+    """Base of the namespace in hexadecimal; empty if the medium does not name it."""
+    label: str
+    """Model and data type."""
+    fingerprint: str
+    """Fingerprint of namespace and epoch in hexadecimal; empty for a namespace without blocks."""
+    state: str
+    """State of the epoch, a value of :class:`EpochState` as text."""
+    blocks: int = 0
+    """Number of blocks that the listing found in the epoch; default 0."""
+    nbytes: int = 0
+    """Bytes of the blocks on the medium."""
+    oldest: float | None = None
+    """Time of the earliest write, in seconds since 1970."""
+    newest: float | None = None
+    """Time of the latest write, in seconds since 1970."""
+    holder: str = ""
+    """Process that wrote the epoch's lease last; empty (default): no lease, as for the common epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContent:
+    """The blocks on one tier's medium, by namespace and epoch, and what could not be read."""
+
+    place: str
+    """The medium's place."""
+    owner: str | None
+    """The process that owns the medium; None if there is none."""
+    epochs: list[EpochContent]
+    """The content by namespace and epoch."""
+    unreadable: int = 0
+    """Number of places whose header is damaged or cannot be read; their blocks count nowhere else."""
+
+    suspects: int = 0
+    """Number of objects that a machine has noted as corrupt, and no other machine has confirmed."""
+    hot_keys: int = 0
+    """Number of engines whose published keys a warm start finds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks on the medium."""
+        return sum(epoch.nbytes for epoch in self.epochs)
+
+
+async def read_content(admin: TierAdmin) -> TierContent:
+    """List all blocks of a tier, and return how many each epoch has.
+
+    Raises:
+        UnsupportedError: the medium cannot list its blocks.
+        StoreError: the blocks cannot be listed.
+    """
+    known = {namespace.name: namespace for namespace in await admin.namespaces()}
+    epochs: dict[tuple[str, str], EpochContent] = {}
+    for namespace in known.values():
+        for fingerprint in namespace.epochs:
+            epochs[namespace.name, fingerprint] = _empty(known, namespace.name, fingerprint)
+    async for block in admin.blocks():
+        key = (block.namespace, block.fingerprint)
+        content = epochs.get(key)
+        if content is None:
+            content = epochs[key] = _empty(known, *key)
+        content.blocks += 1
+        content.nbytes += block.nbytes
+        content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
+        content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
+    ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
+    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects, admin.hot_keys)
+
+
+def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
+    found = known.get(namespace)
+    label = "unknown model" if found is None else found.label
+    state = EpochState.ABANDONED if found is None else found.epochs.get(fingerprint, EpochState.ABANDONED)
+    holder = "" if found is None else found.holders.get(fingerprint, "")
+    return EpochContent(namespace, label, fingerprint, str(state), holder=holder)
+
+
+def print_contents(contents: Mapping[str, TierContent]) -> None:
+    """Print one table per tier on a terminal, lines of words between tabs otherwise."""
+    console = stdout()
+    headings = ("namespace", "model", "epoch", "state", "blocks", "bytes", "oldest", "newest")
+    for tier, content in contents.items():
+        rows = [
+            (
+                found.namespace[:8] or "-",
+                found.label,
+                found.fingerprint[:8],
+                found.state,
+                f"{found.blocks:,}",
+                format_bytes(found.nbytes),
+                "-" if found.oldest is None else age(found.oldest),
+                "-" if found.newest is None else age(found.newest),
+            )
+            for found in content.epochs
+        ]
+        remarks = list(_remarks(content))
+        if not console.is_terminal:
+            for words in [*rows, *remarks]:
+                click.echo("\t".join((tier, *words)))
+            continue
+        table = Table(title=f"{tier}: {content.place}", title_justify="left", caption_justify="left")
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="left" if number < 4 else "right")
+        for row in rows:
+            table.add_row(*row)
+        owner = [] if content.owner is None else [f"in use by {content.owner}"]
+        table.caption = "\n".join([*owner, *(text for _, text in remarks)]) or None
+        console.print(table)
+
+
+def _remarks(content: TierContent) -> Iterator[tuple[str, str]]:
+    """Yield a word and a sentence for everything that is no block of an epoch."""
+    if content.unreadable:
+        text = "slots with a header that is damaged or cannot be read; engines treat them as empty"
+        yield "unreadable", f"{content.unreadable:,} {text}"
+    if content.suspects:
+        text = "objects that one machine reads corrupt; run inspect with --verify on another machine"
+        yield "suspects", f"{content.suspects:,} {text}"
+    if content.hot_keys:
+        yield "hot keys", f"{content.hot_keys:,} engines have published which blocks they use most, for a warm start"
+    for found in content.epochs:
+        if found.holder:
+            yield "lease", f"{found.fingerprint[:8]} is the epoch of {found.holder}"

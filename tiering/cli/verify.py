@@ -14,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tiering.admin.records import StoredBlock
 from tiering.admin.tier_admin import TierAdmin
-from tiering.cli.contents import TierContent
 from tiering.cli.output import stderr
 from tiering.errors import ConfigError
 from tiering.medium.frame import HEADER_BYTES, FrameError
@@ -133,13 +132,13 @@ class ReadPace:
 
 
 async def verify_tier(
-    admin: TierAdmin, content: TierContent, progress: Resumable, *, rate: int | None, concurrency: int
+    admin: TierAdmin, total: int, progress: Resumable, *, rate: int | None, concurrency: int
 ) -> Verified:
     """Verify every block of a tier, and return the result, earlier runs included.
 
     Args:
         admin: open administration of the tier.
-        content: content of the tier, for the progress bar.
+        total: bytes of all blocks, for the progress bar.
         progress: progress that is kept.
         rate: bytes to read per second; None: without limit.
         concurrency: blocks read at the same time.
@@ -161,7 +160,7 @@ async def verify_tier(
         disable=not console.is_terminal,
     )
     with bar:
-        task = bar.add_task(admin.name, total=sum(epoch.nbytes for epoch in content.epochs), completed=found.nbytes)
+        task = bar.add_task(admin.name, total=total, completed=found.nbytes)
         try:
             async for batch in _batches(admin.blocks(found.after), concurrency * _AHEAD):
                 began = time.monotonic()

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from tiering.api.engine import CanonicalKVCaches
 from tiering.copy.batch import BatchCopy, BatchCopyError
 from tiering.copy.contract import TransferResult
-from tiering.copy.cudart import EventLike, StreamLike
 from tiering.copy.host import Direction, PlannedHandler, blocks_per_group, check_rows
 from tiering.copy.layout import GroupPages, RowLayout
 from tiering.copy.pages import DeviceGroup, PageKernel, pieces_of
@@ -44,9 +43,9 @@ _STAGING_BYTES = 64 << 20
 class _Mark:
     """The events behind a chunk."""
 
-    moved: EventLike
+    moved: torch.cuda.Event
     """Recorded when the chunk has crossed the bus."""
-    end: EventLike
+    end: torch.cuda.Event
     """Recorded when the chunk's work has ended."""
 
 
@@ -56,7 +55,7 @@ class _Running:
 
     size: int
     """Bytes to move."""
-    begin: EventLike
+    begin: torch.cuda.Event
     """Recorded before the first copy of the submission."""
     mark: _Mark
     """The events behind the job's last chunk."""
@@ -108,7 +107,7 @@ class CudaCopyHandler(PlannedHandler):
         self._bus = self._api.Stream(device=self._device, priority=priority)
         self.halves = self._allocate_staging()
         """Halves of the staging buffer on the device; empty after the shutdown."""
-        self._freed: list[EventLike | None] = [None, None]
+        self._freed: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
         self._running: dict[int, _Running] = {}
         self._instant: deque[TransferResult] = deque()
@@ -228,7 +227,7 @@ class CudaCopyHandler(PlannedHandler):
         self._freed[half] = end
         return _Mark(moved, end)
 
-    def _next_half(self, stream: StreamLike) -> tuple[int, torch.Tensor]:
+    def _next_half(self, stream: torch.cuda.Stream) -> tuple[int, torch.Tensor]:
         """Return the half of the staging buffer that was used longer ago; ``stream`` waits until it is free."""
         self._turn = 1 - self._turn
         freed = self._freed[self._turn]
@@ -268,7 +267,7 @@ class CudaCopyHandler(PlannedHandler):
         self._instant.clear()
         for job_id, job in list(self._running.items()):
             try:
-                if not job.mark.end.query():
+                if not job.mark.end.query():  # type: ignore[no-untyped-call]
                     break  # a job that was submitted later ends later
                 seconds = job.begin.elapsed_time(job.mark.moved) / 1000.0 * job.share
                 results.append(TransferResult(job_id, True, job.size, seconds, self._direction.value))

@@ -1,11 +1,10 @@
-"""The parts of ``torch.cuda`` that copies use, and the calls of the CUDA runtime that register memory."""
+"""The calls of the CUDA runtime that register memory."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -15,46 +14,6 @@ ALREADY_REGISTERED = 712
 """The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
 UNREADABLE = -1
 """Stands for an error number that the binding cannot express."""
-
-
-class EventLike(Protocol):
-    """The methods that are used of a torch.cuda.Event."""
-
-    def record(self, stream: Any = ...) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
-
-
-class StreamLike(Protocol):
-    """The methods of ``torch.cuda.Stream`` that copies use."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class CudaApi(Protocol):
-    """The functions of ``torch.cuda`` that copies use."""
-
-    def Stream(self, device: Any = ..., priority: int = ...) -> StreamLike: ...  # noqa: N802
-    def Event(self, enable_timing: bool = ...) -> EventLike: ...  # noqa: N802
-    def stream(self, stream: Any) -> AbstractContextManager[Any]: ...
-    def device(self, device: Any) -> AbstractContextManager[Any]: ...
-    def current_stream(self, device: Any = ...) -> StreamLike: ...
-    def cudart(self) -> Any: ...
-
-
-def torch_cuda() -> CudaApi:
-    """Return ``torch.cuda``."""
-    return cast("CudaApi", torch.cuda)
-
-
-def device_properties(device: torch.device) -> Any:
-    """Return the properties of a GPU."""
-    return torch.cuda.get_device_properties(device)
 
 
 class HostRegistration:
@@ -68,7 +27,7 @@ class HostRegistration:
         device: the GPU whose context is used; without it, CUDA would create a context on its first device.
     """
 
-    def __init__(self, api: CudaApi, device: torch.device) -> None:
+    def __init__(self, api: Any, device: torch.device) -> None:
         self._api = api
         self._device = device
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tiering.api.units import format_bytes
-from tiering.copy.cudart import ALREADY_REGISTERED, CudaApi, HostRegistration, torch_cuda
+from tiering.copy.cudart import ALREADY_REGISTERED, HostRegistration
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
@@ -87,7 +87,7 @@ class PinnedRows:
     def __init__(
         self,
         rows: NDArray[np.uint8],
-        api: CudaApi | None = None,
+        api: Any = torch.cuda,
         *,
         part: tuple[int, int] | None = None,
         rank: int = 0,
@@ -95,7 +95,7 @@ class PinnedRows:
     ) -> None:
         if not rows.flags.c_contiguous:
             raise ConfigError("the primary tier's rows must be contiguous to be copied to and from a GPU")
-        self.api: CudaApi = torch_cuda() if api is None else api
+        self.api = api
         """``torch.cuda`` or a stand-in."""
         self.num_rows, self.stride = rows.shape
         """Number of rows, and the distance between them in bytes."""

@@ -15,7 +15,7 @@ from tests.fake_s3 import FakeS3
 from tests.tiers.object.lying_proxy import Lie, lying_proxy
 from tests.tiers.object.rigs import Make, block_names, lines, tier_of
 from tiering.admin.records import Limits
-from tiering.cli.contents import TierContent, print_contents, read_content
+from tiering.cli.inspect import TierContent, print_contents, read_content
 from tiering.errors import TemporaryStoreError
 from tiering.medium.block_store import RawBlock, Settlement
 from tiering.testing.tier_rig import TierRig
