@@ -396,7 +396,9 @@ IDENTITY = ModelIdentity(name="org/model", weights="not known", dtype="float32",
 
 
 def configuration(path: Path) -> Any:
-    return SimpleNamespace(model_config=model(path), load_config=AUTO, speculative_config=None)
+    return SimpleNamespace(
+        model_config=model(path), load_config=AUTO, speculative_config=None, kv_transfer_config=SimpleNamespace()
+    )
 
 
 def looks_up(vllm_config: Any) -> None:
@@ -655,6 +657,14 @@ def test_defaults_for_images_leave_the_namespace_as_it_was() -> None:
 def test_a_file_of_scales_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mm_encoder_fp8_scale_path"):
         seeing(mm_encoder_fp8_scale_path=str(tmp_path / "missing.json"))
+
+
+def test_the_files_of_an_engine_without_a_connector_are_left_alone(tmp_path: Path) -> None:
+    config = configuration(tmp_path / "not looked at")
+    config.kv_transfer_config = None
+    before = dict(vars(config.model_config))
+    looks_up(config)
+    assert vars(config.model_config) == before
 
 
 def test_objects_of_callers_that_call_themselves_for_a_missing_attribute_are_passed_over() -> None:

@@ -11,7 +11,6 @@ import enum
 import importlib
 import itertools
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tiering.testing.clock import until
 
 
 @dataclass(frozen=True)
@@ -261,13 +262,13 @@ class Driver:
             assert result.job_id not in self.results
             self.results[result.job_id] = result
         self.tier.on_schedule_end(None)
-        time.sleep(1e-3)
 
     def until(self, happened: Any) -> None:
-        deadline = time.monotonic() + 15
-        while not happened():
-            assert time.monotonic() < deadline, "it did not happen in time"
+        def has_stepped() -> bool:
             self.step()
+            return bool(happened())
+
+        assert happened() or until(has_stepped), "it did not happen in time"
 
     def submit(self, keys: Sequence[bytes], rows: Sequence[int], ctx: RequestContext, *, load: bool) -> int:
         number = next(self._numbers)

@@ -7,7 +7,6 @@ import inspect
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,25 +94,6 @@ def test_blocks_leave_vllms_memory_and_come_back_in_parts_of_a_small_memory() ->
         ctx = driver.begin("loads")
         assert driver.promote(keys, range(300, 600), ctx) == keys
         assert np.array_equal(driver.rows[300:], driver.rows[:300])
-        driver.tier.on_request_finished(ctx)
-
-
-def test_hits_that_no_step_loads_end_the_other_lookups_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.LOOKUP_PATIENCE", 0.1)
-    keys = keys_of(20)
-    with running(primary={"capacity": "1MiB"}) as driver:
-        ctx = driver.begin("stores")
-        driver.store(keys, range(20), ctx)
-        driver.tier.on_request_finished(ctx)
-        ctx = driver.begin("loads nothing")
-        answers = [driver.tier.lookup(key, ctx).name for key in keys]
-        driver.step()
-        deadline = time.monotonic() + 15
-        while "RETRY" in answers:
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
-            answers = [driver.tier.lookup(key, ctx).name for key in keys]
-        assert answers == ["HIT"] * 8 + ["MISS"] * 12
         driver.tier.on_request_finished(ctx)
 
 

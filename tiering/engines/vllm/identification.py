@@ -38,14 +38,15 @@ _DEPTH = 8
 def note_files(caller: FrameType | None) -> None:
     """Note what the file system records of the model's files, in the configuration that ``caller`` builds.
 
-    Only the first call for a configuration counts, because vLLM reads the weights later.
+    Only the first call for a configuration counts, because vLLM reads the weights later. The files of an engine without
+    a connector are left alone.
 
     Args:
         caller: the stack frame that looks up the connector's class.
     """
     for config in _configurations(caller):
         model_config = config.model_config
-        if not hasattr(model_config, _SEEN):
+        if config.kv_transfer_config is not None and not hasattr(model_config, _SEEN):
             try:
                 seen: Seen | None = files_seen(model_config, config.load_config)
             except (ConfigError, OSError):

@@ -50,9 +50,6 @@ PART_BYTES = 32 << 20
 ROOM_PATIENCE = 1.0
 """Seconds for which a store waits for rows of the manager, while vLLM's rows stay pinned."""
 
-LOOKUP_PATIENCE = 60.0
-"""Seconds without any progress after which the rest of a request's lookups are misses."""
-
 IDLE_SLEEP = 0.5
 """Longest sleep in seconds without jobs and lookups; tiers announce whatever else ends."""
 
@@ -72,8 +69,6 @@ class _Lookups:
     """Blocks that can be loaded and were not, oldest first, with the step of the hit; each holds a row."""
     is_new: bool = False
     """True if a run was added, or rows became free, since the last search."""
-    since: float = 0.0
-    """Time at which a block was last looked up, answered with a hit or loaded, in monotonic seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +280,6 @@ class ManagerThread:
         self._search_again(lookups)
 
     def _search_again(self, lookups: _Lookups) -> None:
-        lookups.since = self._clock()
         if lookups.runs:
             lookups.is_new = True
             self._waiting[lookups.ctx.req_id] = lookups
@@ -296,10 +290,6 @@ class ManagerThread:
             if lookups.is_new or not self._manager.still_pending(lookups.ctx):
                 lookups.is_new = False
                 self._search(lookups)
-                if self._clock() >= lookups.since + LOOKUP_PATIENCE:
-                    for keys in lookups.runs:
-                        lookups.answers.update(dict.fromkeys(keys, False))
-                    lookups.runs = []
                 if not lookups.runs:
                     del self._waiting[lookups.ctx.req_id]
 
@@ -339,7 +329,6 @@ class ManagerThread:
     def _hit(self, lookups: _Lookups, keys: Sequence[OffloadKey]) -> None:
         if keys:
             lookups.ready.update(dict.fromkeys(keys, self._steps))
-            lookups.since = self._clock()
             lookups.answers.update(dict.fromkeys(keys, True))
 
     def _step_ended(self, step: int, req_ids: Collection[str]) -> None:
