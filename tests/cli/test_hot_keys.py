@@ -6,21 +6,19 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.cli.conftest import Pool
 from tests.cli.runner import kv_tiering
 from tests.cli.test_check import stack_findings
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.tiers.local.rig import LocalRig
 from tiering.admin.records import Severity
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_document
-from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
-from tiers.object import S3_TIER, S3Options
 
 OLD = HOT_SECONDS + 60
 SCRATCH: dict[str, object] = {"type": "local", "path": "/nowhere", "capacity": "64MiB"}
@@ -43,24 +41,14 @@ def published(make_local: Callable[..., LocalRig], tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-@pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeS3, Path, str]]:
-    """A bucket with blocks of a namespace and its hot keys, the stack, and the name of the document."""
-    with fake_s3() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
-        words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/", "retries": {"attempts": 1}}
-        rig = TierRig(
-            lambda context: S3_TIER.build(S3Options.model_validate(words), context), group_bytes=(64 << 10,)
-        ).open()
-        assert rig.store(K[:2]) == K[:2]
-        rig.close()
-        document = f"prod/documents/{hot_document(rig.context.namespace, 'host')}"
-        fake.objects[document] = b"keys"
-        fake.modified[document] = datetime.datetime.now(datetime.UTC)
-        stack = tmp_path / "bucket.yaml"
-        stack.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [{"type": "s3", **words}]}))
-        yield fake, stack, document
+@pytest.fixture(name="hot_pool")
+def make_hot_pool(pool: Pool) -> tuple[FakeS3, Path, str]:
+    """The bucket with hot keys of its namespace, the stack, and the name of the document."""
+    fake, stack, namespace = pool
+    document = f"prod/documents/{hot_document(namespace, 'host')}"
+    fake.objects[document] = b"keys"
+    fake.modified[document] = datetime.datetime.now(datetime.UTC)
+    return fake, stack, document
 
 
 def test_inspect_counts_the_engines_that_publish(disk: Path, published: Path) -> None:
@@ -86,8 +74,10 @@ def test_clear_of_a_directory_removes_those_of_the_namespace(disk: Path, publish
     assert hot_files(published) == [other]
 
 
-def test_inspect_and_gc_of_a_bucket_leave_fresh_ones_and_remove_expired_ones(pool: tuple[FakeS3, Path, str]) -> None:
-    fake, stack, document = pool
+def test_inspect_and_gc_of_a_bucket_leave_fresh_ones_and_remove_expired_ones(
+    hot_pool: tuple[FakeS3, Path, str],
+) -> None:
+    fake, stack, document = hot_pool
     assert json.loads(kv_tiering("inspect", stack, "--json").out)["s3"]["hot_keys"] == 1
     assert kv_tiering("gc", stack, "--yes").code == 0
     assert document in fake.objects
@@ -98,8 +88,8 @@ def test_inspect_and_gc_of_a_bucket_leave_fresh_ones_and_remove_expired_ones(poo
     assert [name for name in fake.objects if "/epoch-" in name]
 
 
-def test_clear_of_a_bucket_removes_those_of_the_namespace(pool: tuple[FakeS3, Path, str]) -> None:
-    fake, stack, document = pool
+def test_clear_of_a_bucket_removes_those_of_the_namespace(hot_pool: tuple[FakeS3, Path, str]) -> None:
+    fake, stack, document = hot_pool
     other = f"prod/documents/{HOT}{'0' * 32}-{'1' * 16}"
     fake.objects[other] = b"keys"
     name = document.split("-")[1]

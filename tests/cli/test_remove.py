@@ -9,23 +9,21 @@ import os
 import pty
 import select
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.cli.conftest import Pool
 from tests.cli.runner import ROOT, command, kv_tiering, process
-from tests.fake_s3 import FakeS3, fake_s3
+from tests.fake_s3 import FakeS3
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.admin import tier_admin
 from tiering.admin.records import StoredBlock
 from tiering.errors import TemporaryStoreError
 from tiering.medium.files import Files
-from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.local.checkpoint import CHECKPOINT_NAME
-from tiers.object import S3_TIER, S3Options
 from tiers.object.command import ObjectAdmin
 
 MakeLocal = Callable[..., LocalRig]
@@ -123,30 +121,13 @@ def test_a_namespace_without_an_epoch_document_has_nothing_to_begin(
     assert f"{name[:8]}: has no epoch here, so there is nothing to begin" in done.out
 
 
-@pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeS3, Path]]:
-    """A bucket with blocks of a namespace, and the stack that names it."""
-    with fake_s3() as fake:
-        for name, value in fake.environment().items():
-            monkeypatch.setenv(name, value)
-        words = {"bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "prod/", "retries": {"attempts": 1}}
-        rig = TierRig(
-            lambda context: S3_TIER.build(S3Options.model_validate(words), context), group_bytes=(64 << 10,)
-        ).open()
-        assert rig.store(K[:2]) == K[:2]
-        rig.close()
-        stack = tmp_path / "bucket.yaml"
-        stack.write_text(yaml.safe_dump({"primary": {"capacity": "8MiB"}, "secondary": [{"type": "s3", **words}]}))
-        yield fake, stack
-
-
 def blocks_of(fake: FakeS3) -> list[str]:
     return fake.names("/blocks/")
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"host process 7 0a1b2c3d", b"\xff\x00"])
-def test_clear_all_removes_nothing_while_a_lease_holds_it_off(content: bytes, pool: tuple[FakeS3, Path]) -> None:
-    fake, stack = pool
+def test_clear_all_removes_nothing_while_a_lease_holds_it_off(content: bytes, pool: Pool) -> None:
+    fake, stack, _ = pool
     fake.objects["prod/documents/gc-lease"] = content
     fake.modified["prod/documents/gc-lease"] = datetime.datetime.now(datetime.UTC)
     done = kv_tiering("clear", stack, "--all", "--yes", "--json")
@@ -164,9 +145,9 @@ def test_clear_all_removes_nothing_while_a_lease_holds_it_off(content: bytes, po
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_what_a_removal_that_failed_has_removed_is_reported(
-    as_json: bool, pool: tuple[FakeS3, Path], monkeypatch: pytest.MonkeyPatch
+    as_json: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake, stack = pool
+    fake, stack, _ = pool
     monkeypatch.setattr(tier_admin, "BATCH", 1)
     remove, calls = ObjectAdmin.remove, 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers import S3Endpoint, rclone_server
 from tests.vllm import shared_memory
 from tests.vllm.rig import prepare_environment
 
@@ -69,3 +70,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.vllm.models import write_llama
 
     return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Endpoint]:
+    """A server of buckets for one test, whose credentials are in the environment."""
+    with rclone_server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server

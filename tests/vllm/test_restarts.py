@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,6 @@ EMBEDDING = "model.embed_tokens.weight"
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[Answer]:
     return answers_without_tiers(llama, PROMPTS)
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Endpoint]:
-    with rclone_server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def local(path: Path) -> dict[str, Any]:

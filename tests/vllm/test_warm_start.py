@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.patience import PATIENT
-from tests.servers import S3Endpoint, rclone_server
+from tests.servers import S3Endpoint
 from tests.vllm.rig import (
     BLOCK,
     BLOCK_BYTES,
@@ -42,14 +41,6 @@ with engine(model, stack) as old:
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[Answer]:
     return answers_without_tiers(llama, PROMPTS)
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Endpoint]:
-    with rclone_server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def stack_of(tier: dict[str, Any], **words: Any) -> dict[str, Any]:

@@ -263,12 +263,13 @@ class TierLife:
         if self._closed:
             self._opener.close(deadline - self._clock())
         else:
-            logger.error(
-                "tier %s: %d jobs did not end in time; their rows stay in use, "
-                "and the medium is closed when its I/O ends",
-                self._name,
-                self._jobs.running,
+            running = self._jobs.running
+            what = (
+                f"{running} jobs did not end in time; their rows stay in use"
+                if running
+                else "a call to its medium did not end"
             )
+            logger.error("tier %s: %s, and the medium is closed when its I/O ends", self._name, what)
             self._opener.close(0.0, self._io.join)
         return self._closed
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tiering.api.engine import CanonicalKVCaches
 from tiering.copy.batch import BatchCopy, BatchCopyError
 from tiering.copy.contract import TransferResult
+from tiering.copy.cudart import Event, Stream
 from tiering.copy.host import Direction, PlannedHandler, blocks_per_group, check_rows
 from tiering.copy.layout import GroupPages, RowLayout
 from tiering.copy.pages import DeviceGroup, PageKernel, pieces_of
@@ -43,9 +44,9 @@ _STAGING_BYTES = 64 << 20
 class _Mark:
     """The events behind a chunk."""
 
-    moved: torch.cuda.Event
+    moved: Event
     """Recorded when the chunk has crossed the bus."""
-    end: torch.cuda.Event
+    end: Event
     """Recorded when the chunk's work has ended."""
 
 
@@ -55,7 +56,7 @@ class _Running:
 
     size: int
     """Bytes to move."""
-    begin: torch.cuda.Event
+    begin: Event
     """Recorded before the first copy of the submission."""
     mark: _Mark
     """The events behind the job's last chunk."""
@@ -107,7 +108,7 @@ class CudaCopyHandler(PlannedHandler):
         self._bus = self._api.Stream(device=self._device, priority=priority)
         self.halves = self._allocate_staging()
         """Halves of the staging buffer on the device; empty after the shutdown."""
-        self._freed: list[torch.cuda.Event | None] = [None, None]
+        self._freed: list[Event | None] = [None, None]
         self._turn = 0
         self._running: dict[int, _Running] = {}
         self._instant: deque[TransferResult] = deque()
@@ -227,7 +228,7 @@ class CudaCopyHandler(PlannedHandler):
         self._freed[half] = end
         return _Mark(moved, end)
 
-    def _next_half(self, stream: torch.cuda.Stream) -> tuple[int, torch.Tensor]:
+    def _next_half(self, stream: Stream) -> tuple[int, torch.Tensor]:
         """Return the half of the staging buffer that was used longer ago; ``stream`` waits until it is free."""
         self._turn = 1 - self._turn
         freed = self._freed[self._turn]

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime that register memory."""
+"""The parts of ``torch.cuda`` that copies use, and the calls of the CUDA runtime that register memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ ALREADY_REGISTERED = 712
 """The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
 UNREADABLE = -1
 """Stands for an error number that the binding cannot express."""
+
+
+Event = torch.cuda.Event
+"""Class of events on a stream."""
+Stream = torch.cuda.Stream
+"""Class of streams."""
+TORCH_CUDA: Any = torch.cuda
+"""The module that a stand-in replaces in tests."""
+
+
+def device_properties(device: torch.device) -> Any:
+    """Return the properties of a GPU."""
+    return torch.cuda.get_device_properties(device)
 
 
 class HostRegistration:

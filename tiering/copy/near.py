@@ -20,9 +20,9 @@ def share_of(kv_caches: CanonicalKVCaches, layout: RowLayout) -> Share:
     device = kv_caches.tensors[0].tensor.device
     properties = None
     if device.type == "cuda":
-        import torch
+        from tiering.copy.cudart import device_properties
 
-        properties = torch.cuda.get_device_properties(device)
+        properties = device_properties(device)
     start, stop = layout.part
     turns = layout.world_size if layout.replicated else 1
     return Share(layout.row_stride, start, stop, layout.rank % turns, turns, cpus_near(properties))

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiering.api.units import format_bytes
-from tiering.copy.cudart import ALREADY_REGISTERED, HostRegistration
+from tiering.copy.cudart import ALREADY_REGISTERED, TORCH_CUDA, HostRegistration
 from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
@@ -87,7 +87,7 @@ class PinnedRows:
     def __init__(
         self,
         rows: NDArray[np.uint8],
-        api: Any = torch.cuda,
+        api: Any = TORCH_CUDA,
         *,
         part: tuple[int, int] | None = None,
         rank: int = 0,
