@@ -7,7 +7,7 @@ the newest blocks go first. They are the tails of its prefixes, and all that rem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ERA = 4096
@@ -19,18 +19,25 @@ MOST_BINS = 1 << 16
 
 @dataclass(slots=True)
 class Cut:
-    """Spans of time whose blocks go. :meth:`takes` is asked about each block once."""
+    """The blocks that go, by their time of writing in seconds since 1970; by default, none.
 
-    spans: Sequence[tuple[int, int]]
-    """Begin and end of each span, in seconds since 1970; the end is not part of it."""
+    :meth:`takes` is asked about each block once.
+    """
+
+    before: int = 0
+    """Blocks that were written before go: whole eras."""
+    since: int = 0
+    """First time from which on blocks of the next era go."""
+    until: int = 0
+    """End of that era."""
     partial: tuple[int, int] = (0, 0)
-    """Span whose blocks go until ``remaining`` bytes are removed; default: an empty one."""
+    """Begin and end of the times of that era whose blocks go until ``remaining`` bytes are removed."""
     remaining: int = 0
-    """Bytes that still go from the partial span; default 0."""
+    """Bytes that still go from the partial times."""
 
     def takes(self, modified: float, nbytes: int) -> bool:
         """Return True if a block goes."""
-        if any(begin <= modified < end for begin, end in self.spans):
+        if modified < self.before or self.since <= modified < self.until:
             return True
         if self.remaining > 0 and self.partial[0] <= modified < self.partial[1]:
             self.remaining -= nbytes
@@ -63,24 +70,21 @@ class Ages:
 
     def cut(self, max_total: int) -> Cut:
         """Return the blocks that must go so that at most ``max_total`` bytes remain."""
-        excess = self.total - max_total
-        spans: list[tuple[int, int]] = []
-        if excess <= 0:
-            return Cut(spans)
-        for begin, end, held in self._eras():
-            if held <= excess:
-                excess -= held
-                spans.append((begin, end))
-                continue
-            # The era goes in part, its newest blocks first.
-            for number in sorted((at for at in self._bins if begin <= at * self.width < end), reverse=True):
-                span, inside = (number * self.width, (number + 1) * self.width), self._bins[number]
-                if inside > excess:
-                    return Cut(_joined(spans), span, excess)
-                excess -= inside
-                spans.append(span)
-            break
-        return Cut(_joined(spans))
+        excess, cut = self.total - max_total, Cut()
+        for begin, end, held in self._eras() if excess > 0 else ():
+            if held > excess:
+                # The era goes in part, its newest blocks first.
+                cut.since = cut.until = end
+                for number in sorted((at for at in self._bins if begin <= at * self.width < end), reverse=True):
+                    if self._bins[number] > excess:
+                        cut.partial, cut.remaining = (number * self.width, (number + 1) * self.width), excess
+                        break
+                    excess -= self._bins[number]
+                    cut.since = number * self.width
+                break
+            excess -= held
+            cut.before = end
+        return cut
 
     def _eras(self) -> Iterator[tuple[int, int, int]]:
         """Yield begin, end and bytes of each era, the oldest first."""
@@ -91,14 +95,3 @@ class Ages:
             eras[at] = eras.get(at, 0) + held
         for at in sorted(eras):
             yield at * length, (at + 1) * length, eras[at]
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same times in as few spans as possible."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return joined
