@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiering.errors import ConfigError
 from tiering.replay.generate import WORKLOADS, generate
 from tiering.replay.trace import TraceRequest
 
@@ -38,11 +37,3 @@ def test_seeds_decide() -> None:
     one, same, other = generated("chat"), generated("chat"), generated("chat", seed=1)
     assert all(np.array_equal(a.hashes, b.hashes) and a.time == b.time for a, b in zip(one, same, strict=True))
     assert [r.time for r in one] != [r.time for r in other]
-
-
-def test_wrong_kinds_and_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"chess: is not a kind.*chat"):
-        generate({"chess": 1.0}, 10, 1.0, 16)
-    for requests, rate, share in ((0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, 0.0)):
-        with pytest.raises(ConfigError, match="above 0"):
-            generate({"chat": share}, requests, rate, 16)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 
 import click
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.measure import Limit, Measured, Plan, measure_tier
-from tiering.cli.output import duration, print_json, rate, stderr, stdout
+from tiering.cli.output import duration, print_json, progress, rate, stdout
 from tiering.cli.parameters import (
     DURATION,
     SIZE,
@@ -117,12 +117,10 @@ def bench(
     plan = Plan(sizes, depths, nbytes, seconds)
     measured: list[Measured] = []
     failed = False
-    console = stderr()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
+    with progress(TimeElapsedColumn()) as bar:
+        task = bar.add_task("")
         for options in chosen:
-            progress.update(task, description=options.tier_name)
+            bar.update(task, description=options.tier_name)
             try:
                 admin = admin_of(options, replica)
                 owner = admin.owner()
@@ -132,7 +130,7 @@ def bench(
                     continue
                 for found in measure_tier(admin, plan, None if no_device else _limit(admin, plan)):
                     measured.append(found)
-                    progress.update(task, description=_line(found))
+                    bar.update(task, description=_line(found))
             except TieringError as error:
                 failed = True
                 note(options.tier_name, f"{error}{_remedy(error)}")

@@ -9,8 +9,7 @@ import click
 
 from tiering.admin.records import KnownNamespace
 from tiering.admin.tier_admin import TierAdmin
-from tiering.cli.parameters import secondary_tiers, stack_argument, tier_options
-from tiering.cli.remove import dry_run_option, yes_option
+from tiering.cli.parameters import change_options, namespace_options, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
 from tiering.epochs.documents import new_invalidation
 from tiering.errors import StoreError, TemporaryStoreError
@@ -54,10 +53,8 @@ def epoch(context: click.Context) -> None:
 
 @epoch.command()
 @stack_argument
-@click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
-@click.option("--all", "everything", is_flag=True, help="Begin new epochs of all namespaces.")
-@yes_option
-@dry_run_option
+@namespace_options("Begin new epochs of all namespaces.")
+@change_options
 @tier_options
 def new(
     stack: str,

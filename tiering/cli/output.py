@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TextColumn
 
 from tiering.api.masking import mask_text
 
@@ -19,9 +20,11 @@ def stdout() -> Console:
     return _console(sys.stdout)
 
 
-def stderr() -> Console:
-    """Return a console for progress."""
-    return _console(sys.stderr)
+def progress(*columns: ProgressColumn) -> Progress:
+    """Return a display of progress with a description and ``columns``; without a terminal, nothing is shown."""
+    console = _console(sys.stderr)
+    shown = (TextColumn("{task.description}"), *columns)
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _console(file: Any) -> Console:

@@ -75,6 +75,24 @@ def tier_options(command: Command) -> Command:
     )(command)
 
 
+def change_options(command: Command) -> Command:
+    """Add ``--yes`` and ``--dry-run``."""
+    command = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")(command)
+    return click.option("--yes", is_flag=True, help="Do it without asking. Otherwise a pipe gets a dry run.")(command)
+
+
+def namespace_options(all_help: str) -> Callable[[Command], Command]:
+    """Return the options ``--namespace`` and ``--all``.
+
+    Args:
+        all_help: help of ``--all``.
+    """
+    name = "Beginning of the namespace's name, as in kv-tiering inspect."
+    one = click.option("--namespace", metavar="HEX", help=name)
+    every = click.option("--all", "everything", is_flag=True, help=all_help)
+    return lambda command: one(every(command))
+
+
 def json_option(command: Command) -> Command:
     """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)

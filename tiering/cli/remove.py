@@ -11,7 +11,16 @@ from tiering.admin.records import Collected, Limits
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
-from tiering.cli.parameters import DURATION, SIZE, json_option, secondary_tiers, stack_argument, tier_options
+from tiering.cli.parameters import (
+    DURATION,
+    SIZE,
+    change_options,
+    json_option,
+    namespace_options,
+    secondary_tiers,
+    stack_argument,
+    tier_options,
+)
 from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
 from tiering.secondary.options import TierOptions
 
@@ -19,16 +28,6 @@ _CPU_TIER = "its blocks end with the engine, so there is nothing to remove"
 
 Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
 """Function that removes blocks of a tier, or counts them if its second argument (a dry run) is True."""
-
-
-def yes_option(command: Callable[..., int]) -> Callable[..., int]:
-    """Add ``--yes``."""
-    return click.option("--yes", is_flag=True, help="Do it without asking. Otherwise a pipe gets a dry run.")(command)
-
-
-def dry_run_option(command: Callable[..., int]) -> Callable[..., int]:
-    """Add ``--dry-run``."""
-    return click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")(command)
 
 
 @click.command()
@@ -48,8 +47,7 @@ def dry_run_option(command: Callable[..., int]) -> Callable[..., int]:
     metavar="DURATION",
     help="Keep younger blocks and leases of abandoned epochs.",
 )
-@yes_option
-@dry_run_option
+@change_options
 @tier_options
 @json_option
 def gc(
@@ -93,10 +91,8 @@ def gc(
 
 @click.command()
 @stack_argument
-@click.option("--namespace", metavar="HEX", help="Beginning of the namespace's name, as in kv-tiering inspect.")
-@click.option("--all", "everything", is_flag=True, help="Clear all namespaces, and abandoned epochs.")
-@yes_option
-@dry_run_option
+@namespace_options("Clear all namespaces, and abandoned epochs.")
+@change_options
 @tier_options
 @json_option
 def clear(

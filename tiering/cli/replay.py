@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tiering.cli.output import progress
 from tiering.cli.parameters import SIZE, device_cache_option
 from tiering.config.source import read_plain
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
 from tiering.replay.report import advice, report_page, table
-from tiering.replay.study import Progress as Report
 from tiering.replay.study import Study, run_study
 from tiering.replay.sweep import parse_axis, points
 
@@ -95,7 +93,12 @@ def replay(
     model = load_model(model_path, {word: value for word, value in given.items() if value is not None})
     trace = Trace(traces, block_tokens)
     variants = points(read_plain(stack_path), [parse_axis(text) for text in sweeps])
-    with _progress() as report:
+    with progress(BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
         study = run_study(trace, variants, model, _block_bytes(trace, model, kv_bytes_per_token), report)
     if as_json:
         click.echo(json.dumps(study.as_dict(), indent=1))
@@ -123,23 +126,6 @@ def _block_bytes(trace: Trace, model: ReplayModel, given: int | None) -> int:
     if recorded is not None and given is None:
         return recorded
     return trace.info.block_tokens * (model.kv_bytes_per_token if given is None else given)
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """Show a bar on a terminal, and nothing elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda what, done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield report
 
 
 def _print(study: Study) -> None:

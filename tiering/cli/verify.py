@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tiering.admin.records import StoredBlock
 from tiering.admin.tier_admin import TierAdmin
-from tiering.cli.output import stderr
+from tiering.cli.output import progress as display
 from tiering.errors import ConfigError
 from tiering.medium.frame import HEADER_BYTES, FrameError
 from tiering.medium.verification import FrameVerifier
@@ -148,18 +148,8 @@ async def verify_tier(
     """
     found = progress.tiers.setdefault(admin.name, Verified())
     verifier = BlockVerifier(admin, ReadPace(rate), concurrency)
-    console = stderr()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with display(*columns) as bar:
         task = bar.add_task(admin.name, total=total, completed=found.nbytes)
         try:
             async for batch in _batches(admin.blocks(found.after), concurrency * _AHEAD):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiering.errors import ConfigError
 from tiering.replay.trace import Hashes, TraceRequest, mixed
 
 MAX_PROMPT = 128 * 1024
@@ -70,26 +69,13 @@ def generate(
     """Generate requests in the order of their times.
 
     Args:
-        kinds: names in :data:`WORKLOADS` → share of the sessions; the shares need not add up to 1.
+        kinds: names in :data:`WORKLOADS` → share of the sessions, above 0; the shares need not add up to 1.
         requests: number of requests.
-        rate: mean number of requests per second.
+        rate: mean number of requests per second, above 0.
         block_tokens: tokens of one block; only whole blocks of a prompt are listed.
         seed: seed of all random choices; default 0.
-
-    Raises:
-        ConfigError: a kind is unknown or a number is not above 0.
     """
-    unknown = sorted(set(kinds) - WORKLOADS.keys())
-    if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: is not a kind of session; allowed are {', '.join(WORKLOADS)}")
-    if not kinds or min(requests, rate, block_tokens, *kinds.values()) <= 0:
-        raise ConfigError("a trace needs kinds of sessions, and requests, rate and block_tokens above 0")
-    return _generate(kinds, requests, rate, block_tokens, np.random.default_rng(seed))
-
-
-def _generate(
-    kinds: Mapping[str, float], requests: int, rate: float, block_tokens: int, random: np.random.Generator
-) -> Iterator[TraceRequest]:
+    random = np.random.default_rng(seed)
     names = list(kinds)
     shares = np.array([kinds[name] for name in names])
     shares /= shares.sum()

@@ -63,24 +63,16 @@ class _ForkedTier:
     def lookup(self, key: Any, req_context: Any) -> Any:
         return _MISS
 
-    def submit_store(self, job_metadata: Any) -> None:
+    def _fail(self, job_metadata: Any) -> None:
         self._results.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
 
-    def submit_load(self, job_metadata: Any) -> None:
-        self._results.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
-
-    def touch(self, keys: Any, req_context: Any) -> None: ...
+    def _do_nothing(self, *_: Any) -> None: ...
 
     def on_new_request(self, req_context: Any) -> Any:
         return base.RequestOffloadingContext()
 
-    def on_request_finished(self, req_context: Any) -> None: ...
-
-    def on_schedule_end(self, context: Any) -> None: ...
-
-    def drain_jobs(self) -> None: ...
-
-    def shutdown(self) -> None: ...
+    submit_store = submit_load = _fail
+    touch = on_request_finished = on_schedule_end = drain_jobs = shutdown = _do_nothing
 
 
 class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
