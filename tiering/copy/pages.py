@@ -97,13 +97,8 @@ def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: in
     """
     size = np.uint64(group.block_bytes)
     device = np.arange(len(pages.gpu), dtype=np.uint64) * size
-    return _merged(device, _in_rows(pages, group, stride), np.full(len(device), size), pages.rows // chunk_rows)
-
-
-def _in_rows(pages: GroupPages, group: DeviceGroup, stride: int) -> Addresses:
-    """Return the offset of each GPU block in the rows."""
-    host = pages.rows * stride + pages.subs * group.block_bytes + group.segment_start
-    return host.astype(np.uint64)
+    host = (pages.rows * stride + pages.subs * group.block_bytes + group.segment_start).astype(np.uint64)
+    return _merged(device, host, np.full(len(device), size), pages.rows // chunk_rows)
 
 
 def _merged(device: Addresses, host: Addresses, sizes: Addresses, chunks: NDArray[np.int64]) -> Pieces:

@@ -376,7 +376,7 @@ class Explainer:
             span = span._replace(ages=ages)
         if kind is MissCause.EVICTED and (capacity := self._capacities[tier]):
             later = (self._evictions[tier] - records.number[start:end].astype(np.int64)) % (1 << 32)
-            span = span._replace(factor=1 + int(later.max()) / capacity)
+            span = span._replace(factor=round(1 + int(later.max()) / capacity, 2))
         return span
 
     # ------------------------------------------------------------------------------------------------------ begin, sums

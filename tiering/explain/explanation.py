@@ -56,16 +56,10 @@ class Explanation(NamedTuple):
 
 
 def _span_data(span: Span) -> dict[str, Any]:
-    data: dict[str, Any] = {"first": span.first, "end": span.end, "cause": span.cause.word}
-    if span.tier:
-        data["tier"] = span.tier
-    if span.reason:
-        data["reason"] = span.reason.word
-    if span.ages is not None:
-        data["ages"] = list(span.ages)
-    if span.factor is not None:
-        data["factor"] = round(span.factor, 2)
-    return data
+    """Return what is known of a span."""
+    known = {"tier": span.tier, "reason": span.reason.word, "ages": span.ages, "factor": span.factor}
+    place = {"first": span.first, "end": span.end, "cause": span.cause.word}
+    return place | {word: value for word, value in known.items() if value}
 
 
 def summary(spans: Sequence[Span]) -> str:

@@ -16,7 +16,7 @@ A stack with a common word that the class does not name is refused with the reas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -101,14 +101,10 @@ class TierOptions(Strict):
         """
         refused: dict[str, str] = {}
         for word, value in words.items():
-            common = _COMMON_WORDS.get(word) if isinstance(word, str) else None
-            reason = cls.unsupported.get(word) if isinstance(word, str) else None
-            if reason is None and isinstance(word, str):
-                reason = _REPLACED.get(word)
-            if reason is None and common is not None and word not in cls.model_fields:
-                reason = common.absence
-            field = cls.model_fields.get(word, None if common is None else common.field)
-            if reason is not None and not (field is not None and value == field.default):
+            common, absence = _COMMON_WORDS.get(word, (None, ""))
+            reason = cls.unsupported.get(word) or _REPLACED.get(word) or ("" if word in cls.model_fields else absence)
+            field = cls.model_fields.get(word, common)
+            if reason and (field is None or value != field.default):
                 refused[word] = reason
         return refused
 
@@ -252,15 +248,6 @@ _REPLACED: Mapping[str, str] = {"max_queued": "replaced by credit; delete the li
 """Words of the version before that are refused, with the reasons."""
 
 
-class _CommonWord(NamedTuple):
-    """Common word of the mix-ins."""
-
-    field: FieldInfo
-    """Field of the mix-in."""
-    absence: str
-    """Reason for which a tier without the mix-in refuses the word."""
-
-
 _ABSENCES: Sequence[tuple[type[TierOptions], str]] = (
     (BlockTierOptions, "it has an I/O side of its own, which does not take this word"),
     (SlotOptions, "it does not evict blocks"),
@@ -270,9 +257,10 @@ _ABSENCES: Sequence[tuple[type[TierOptions], str]] = (
     (CompressionOptions, "it does not compress blocks"),
 )
 
-_COMMON_WORDS: Mapping[str, _CommonWord] = {
-    word: _CommonWord(field, absence)
+_COMMON_WORDS: Mapping[str, tuple[FieldInfo, str]] = {
+    word: (field, absence)
     for mixin, absence in _ABSENCES
     for word, field in mixin.model_fields.items()
     if word not in TierOptions.model_fields
 }
+"""Common word of the mix-ins → its field, and the reason for which a tier without the mix-in refuses the word."""
