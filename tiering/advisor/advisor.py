@@ -117,11 +117,6 @@ class SizeAdvisor:
         """Number of blocks looked up, each once per request; earlier lookups count less."""
         return self._shards.accesses
 
-    @property
-    def rate(self) -> float:
-        """Share of the keys that are sampled."""
-        return self._shards.rate
-
     def looked_up(self, counted: dict[int, int], keys: Sequence[OffloadKey]) -> None:
         """Record the lookup of a prefix.
 

@@ -106,14 +106,6 @@ class PastBlocks:
         self._number: Numbers = np.zeros((sets, _WAYS), np.uint32)
         self._factors = np.frombuffer(secrets.token_bytes(8 * 64), np.uint64) | np.uint64(1)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the table in bytes."""
-        return self._hashes.nbytes + self._info.nbytes + self._number.nbytes
-
-    def __len__(self) -> int:
-        return int(np.count_nonzero(self._hashes))
-
     def clear(self) -> None:
         """Drop all records."""
         self._hashes.fill(0)

@@ -87,8 +87,6 @@ class Trace:
             raise ConfigError(f"the traces have blocks of different sizes in tokens ({sizes}); replay them one by one")
         self.info = infos[0]
         """Description of the trace."""
-        self.lines = 0
-        """Number of lines read by the last iteration so far."""
         self.bytes_read = 0
         """Characters read by the last iteration so far; compressed files count decompressed."""
 
@@ -105,7 +103,7 @@ class Trace:
         Raises:
             ConfigError: a line is no request, or a file cannot be read.
         """
-        self.lines = self.bytes_read = 0
+        self.bytes_read = 0
         streams = [in_order(self._requests(path)) for path in self.paths]
         return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=lambda request: request.time)
 
@@ -116,7 +114,6 @@ class Trace:
             with _open(path) as file:
                 while line := file.readline(MAX_LINE):
                     number += 1
-                    self.lines += 1
                     self.bytes_read += len(line)
                     if line.isspace():
                         continue

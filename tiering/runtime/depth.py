@@ -82,7 +82,8 @@ class DepthFinder:
         self.attentive = False
         """True if the end of a unit that leaves no other one waiting changes something."""
         self._bounds = bounds
-        self._chosen = bounds.start
+        self.chosen = bounds.start
+        """Depth that the last comparison chose."""
         self._mark = 0.0
         self._seconds, self._bytes, self._units = 0.0, 0, 0
         self._unsettled = 0
@@ -99,11 +100,6 @@ class DepthFinder:
         """Rate of the chosen depth in the present pair of windows; 0 before its window has ended."""
         self._gains: list[float] = []
         """Logarithm of the ratio of rates, candidate to chosen, for each pair of this comparison."""
-
-    @property
-    def chosen(self) -> int:
-        """Depth that the last comparison chose."""
-        return self._chosen
 
     @property
     def resting(self) -> bool:
@@ -146,7 +142,7 @@ class DepthFinder:
         """Record that a unit has ended while no other waits."""
         self._unsettled = self.depth
         self.measuring = False
-        self.attentive = bool(self._base) and self.depth != self._chosen
+        self.attentive = bool(self._base) and self.depth != self.chosen
         if self.attentive:
             self._starved += 1
             if self._starved > MOST_STARVED * self.depth:
@@ -166,8 +162,8 @@ class DepthFinder:
         self.attentive = True
         self._base, self._gains, self._upward, self._failed = 0.0, [], False, 0
         self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
-        self._chosen = max(bounds.least, min(self._chosen, threads))
-        self.depth = self._chosen
+        self.chosen = max(bounds.least, min(self.chosen, threads))
+        self.depth = self.chosen
 
     def _drop_window(self) -> None:
         self.measuring, self._seconds, self._bytes, self._units, self._starved = False, 0.0, 0, 0, 0
@@ -183,7 +179,7 @@ class DepthFinder:
         self._base = 0.0
         better = self._judge()
         if better is None:
-            self._run(self._chosen)
+            self._run(self.chosen)
         else:
             self._conclude(better)
 
@@ -192,7 +188,7 @@ class DepthFinder:
 
     def _candidate(self) -> int:
         """Return the depth to compare with; the search turns round at the bounds."""
-        chosen, (least, _, most) = self._chosen, self._bounds
+        chosen, (least, _, most) = self.chosen, self._bounds
         if self._upward and chosen >= most:
             self._upward = False
         elif not self._upward and chosen <= least:
@@ -217,10 +213,10 @@ class DepthFinder:
         self._gains = []
         if better:
             # The depth behind the new one has just lost: only the next one in this direction is worth a comparison.
-            self._chosen, self._failed, self._next_rest = self._candidate(), 1, FIRST_REST
+            self.chosen, self._failed, self._next_rest = self._candidate(), 1, FIRST_REST
         else:
             self._failed += 1
             self._upward = not self._upward
-            if self._failed > 1 or self._chosen in (self._bounds.least, self._bounds.most):
+            if self._failed > 1 or self.chosen in (self._bounds.least, self._bounds.most):
                 self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
-        self._run(self._chosen)
+        self._run(self.chosen)

@@ -23,7 +23,7 @@ import numpy as np
 
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
-from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.contract import TransferJob
 
 _DEPTH = 12
 """Number of callers whose local variables are examined."""
@@ -48,16 +48,6 @@ def made(kind: type, **fields: Any) -> Any:
     """Return an instance of one of vLLM's dataclasses with those of ``fields`` that this version has."""
     known = {each.name for each in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in fields.items() if name in known})
-
-
-def result_for(kind: type, result: JobResult) -> Any:
-    """Return a result for vLLM.
-
-    Args:
-        kind: vLLM's class of results.
-        result: the result.
-    """
-    return made(kind, **result._asdict())
 
 
 def event_for(kind: type, media: Any, localities: Any, event: OffloadingEvent) -> Any:

@@ -37,7 +37,7 @@ from tiering.engines.vllm_tier.interface import (
     facts,
     groups_of,
     job_of,
-    result_for,
+    made,
 )
 from tiering.engines.vllm_tier.manager_thread import Answers, ManagerThread
 from tiering.engines.vllm_tier.metrics import TierCounters, definitions
@@ -228,7 +228,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         self._refused.append(JobResult(job_metadata.job_id, False, (), 0, 0.0))
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        return [result_for(tiers.JobResult, result) for result in _taken(self._refused, self._results)]
+        return [made(tiers.JobResult, **result._asdict()) for result in _taken(self._refused, self._results)]
 
     def drain_jobs(self) -> None:
         """Leave the epoch, because vLLM resets its cache, and return when vLLM's rows are untouched.
