@@ -12,6 +12,7 @@ import pytest
 from tiering.block_tier.tier import BlockTier
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
+from tiering.medium.messages import IoTask
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
@@ -203,6 +204,24 @@ def test_shutdown_with_a_hanging_load_says_so_and_succeeds_later() -> None:
         assert rig.close() is True
         rig.results += rig.tier.get_finished()
         assert rig.reports()[job_id] == 1
+
+
+def test_shutdown_during_a_task_that_hangs_counts_no_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    begun, released = threading.Event(), threading.Event()
+    with Faulty() as faulty:
+        tier = faulty.rig.tier
+        assert isinstance(tier, BlockTier)
+
+        def hang() -> None:
+            begun.set()
+            released.wait()
+
+        tier.io.run(IoTask("listing", hang, lambda *_: None))
+        assert begun.wait(PATIENCE_SECONDS)
+        assert tier.shutdown(faulty.clock() + 0.05) is False
+        released.set()
+    assert "a call to its medium did not end" in caplog.text
+    assert "0 jobs" not in caplog.text
 
 
 def test_a_medium_whose_io_hung_at_shutdown_is_closed_when_the_io_ends(monkeypatch: pytest.MonkeyPatch) -> None:
