@@ -130,16 +130,16 @@ class Explainer:
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
 
-    def _note(self, note: object, blocks: int) -> None:
-        if self._noted - self._taken > MAX_WAITING_BLOCKS:
-            self._overflown = True
-            return
-        self._append(note, blocks)
+    @property
+    def _is_late(self) -> bool:
+        """True while so many blocks wait that no further keys are noted."""
+        return self._noted - self._taken > MAX_WAITING_BLOCKS
 
-    def _append(self, note: object, blocks: int) -> None:
+    def _note(self, note: object, blocks: int, room: int = 1) -> None:
+        """Append a note, unless more than ``room`` times the largest number of blocks wait."""
         if self._disabled:
             return
-        if self._noted - self._taken > 2 * MAX_WAITING_BLOCKS:
+        if self._noted - self._taken > room * MAX_WAITING_BLOCKS:
             self._overflown = True
             return
         if self._overflown:  # what was left out makes all records doubtful
@@ -161,23 +161,22 @@ class Explainer:
 
     def missed(self, missed: Missed) -> None:
         """Note what a request has to compute; its first call counts."""
-        if self._noted - self._taken > MAX_WAITING_BLOCKS:
+        if self._is_late:
             missed = missed._replace(keys=())  # its blocks are not examined
-        self._append(missed, len(missed.keys))
+        self._note(missed, len(missed.keys), room=2)
 
     def started(self, req_id: str, computed: int) -> None:
         """Note that a request begins to compute behind ``computed`` tokens."""
-        self._append(_Started(req_id, computed), 0)
+        self._note(_Started(req_id, computed), 0, room=2)
 
     def ended(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
         """Note that a request has ended, and the keys of all blocks that it had."""
-        if self._noted - self._taken > MAX_WAITING_BLOCKS:
-            keys = ()
-        self._append(_Ended(req_id, keys), len(keys))
+        keys = () if self._is_late else keys
+        self._note(_Ended(req_id, keys), len(keys), room=2)
 
     def reset(self) -> None:
         """Note that all blocks were dropped, because of a reset: from now on, all are unknown."""
-        self._append(_RESET, 0)
+        self._note(_RESET, 0, room=2)
 
     def disable(self) -> None:
         """Note nothing from now on, because no thread processes the notes."""
