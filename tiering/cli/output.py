@@ -21,7 +21,7 @@ def stdout() -> Console:
 
 
 def progress(*columns: ProgressColumn) -> Progress:
-    """Return a display of progress with a description and ``columns``; without a terminal, nothing is shown."""
+    """Return a display of progress on a terminal, with a description and ``columns``."""
     console = _console(sys.stderr)
     shown = (TextColumn("{task.description}"), *columns)
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)

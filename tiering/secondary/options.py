@@ -263,4 +263,4 @@ _COMMON_WORDS: Mapping[str, tuple[FieldInfo, str]] = {
     for word, field in mixin.model_fields.items()
     if word not in TierOptions.model_fields
 }
-"""Common word of the mix-ins → its field, and the reason for which a tier without the mix-in refuses the word."""
+"""Common word of the mix-ins → its field, and why a tier without the mix-in refuses the word."""
