@@ -48,8 +48,7 @@ from tiering.medium.block_store import (
 from tiering.medium.chore import Backoff, Chore
 from tiering.medium.files import Files, fresh_name, store_error, store_errors
 from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
-from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
+from tiering.medium.side import IoSide, IoTask
 from tiering.runtime.flag import Flag
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit

@@ -10,9 +10,9 @@ import numpy as np
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.errors import StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock, until

@@ -12,7 +12,7 @@ from tests.medium.io_fakes import STORE, Primary, all_done, finish, make_job, ou
 from tests.thread_limit import ThreadLimit
 from tiering.epochs.opener import Opener
 from tiering.errors import TemporaryStoreError
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.runtime.pool import RETRY_SECONDS
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore

@@ -11,7 +11,7 @@ from tests.medium.io_fakes import STORE, Primary, all_done, finish, make_job, ou
 from tests.thread_limit import HeldStarts
 from tiering.errors import PermanentStoreError
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.faults import DictStore
 

@@ -21,7 +21,7 @@ from tests.mini_engine.helpers import ask_all, one_row, options, prompt, wrong_a
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.medium.host import IoHost
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.testing.clock import until
 from tiers.local import LocalTier, inspections, new_segments
 from tiers.object.definition import ObjectTier

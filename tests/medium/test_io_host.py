@@ -16,7 +16,7 @@ from tiering.medium import assembly
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.medium.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, TASK_THREADS, IoHost
 from tiering.medium.layers.breaker import BreakerState
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.runtime.depth import AUTO_DEPTH
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
 from tiering.testing.clock import FakeClock, until

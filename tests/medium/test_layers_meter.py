@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.medium.io_fakes import make_blocks
 from tiering.medium.block_store import StoreTraits
-from tiering.medium.io_stats import IoStats
-from tiering.medium.layers.attempts import MeterLayer
+from tiering.medium.layers.attempts import IoStats, MeterLayer
 from tiering.testing.chaos import ChaosLayer, Fault
 from tiering.testing.clock import FakeClock
 from tiering.testing.faults import DictStore

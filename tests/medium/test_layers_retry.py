@@ -10,8 +10,7 @@ import pytest
 from tests.medium.io_fakes import make_blocks, outcome_names
 from tiering.errors import CorruptBlockError, OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.medium.block_store import BlockIO, Done, Outcome
-from tiering.medium.io_stats import IoStats
-from tiering.medium.layers.attempts import RetryLayer
+from tiering.medium.layers.attempts import IoStats, RetryLayer
 from tiering.secondary.options import RetryOptions
 from tiering.testing.chaos import ChaosLayer, Fault
 from tiering.testing.clock import FakeClock

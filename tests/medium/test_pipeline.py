@@ -15,7 +15,7 @@ from tests.medium.io_fakes import LOAD, NAMESPACE, PAGE, STORE, Primary, make_jo
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done
 from tiering.medium.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions

@@ -13,7 +13,7 @@ from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
 from tiering.advisor.shards import Shards
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.replay.generate import generate
 from tiering.replay.model import MediumModel, ReplayModel
 from tiering.replay.replay import Replay

@@ -20,7 +20,7 @@ from tiering.api.keys import OffloadKey
 from tiering.block_tier.parts import TierParts
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
 from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.medium.verification import FrameVerifier
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob

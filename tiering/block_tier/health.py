@@ -24,8 +24,7 @@ from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
 from tiering.medium.frame import encode_header
 from tiering.medium.layers.breaker import Breaker, BreakerState, is_medium_failure
-from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
+from tiering.medium.side import IoSide, IoTask
 from tiering.medium.verification import FrameVerifier
 
 HEALTH_DOCUMENT = "health"

@@ -14,8 +14,7 @@ from tiering.api.namespace import Namespace
 from tiering.epochs.hot_keys import MAX_BYTES, PackedRuns, hot_document, hot_documents, pack, parse, runs_of
 from tiering.errors import StoreError
 from tiering.medium.block_store import BlockStore
-from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
+from tiering.medium.side import IoSide, IoTask
 from tiering.secondary.contract import MAX_ENGINES, TierContext, TierHotKeys
 from tiering.secondary.tier_stats import TierStats
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from tiering.medium.block_store import BlockStore
 from tiering.medium.host import BATCH_UNIT_BYTES, LEAST_UNIT_BYTES, SINGLE_UNIT_BYTES, IoHost
-from tiering.medium.io_stats import IoStats
-from tiering.medium.layers.attempts import DeadlineLayer, MeterLayer, RetryLayer
+from tiering.medium.layers.attempts import DeadlineLayer, IoStats, MeterLayer, RetryLayer
 from tiering.medium.layers.breaker import BreakerLayer, Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.contract import TierContext

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tiering.medium.messages import IoTask
-from tiering.medium.side import IoSide
+from tiering.medium.side import IoSide, IoTask
 
 NEVER = float("inf")
 """Due time of a chore that has nothing to do."""

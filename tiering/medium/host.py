@@ -25,8 +25,8 @@ from tiering.errors import OverdueError, PermanentStoreError, StoreError, Tempor
 from tiering.medium.block_store import BlockStore, Done, Outcome
 from tiering.medium.lanes import Lanes, Unit, take_unit
 from tiering.medium.layers.breaker import BreakerOpenError
-from tiering.medium.messages import IoTask
 from tiering.medium.pipeline import LOG_PERIOD, Pipeline, release_frames
+from tiering.medium.side import IoTask
 from tiering.runtime.depth import DepthBounds
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
@@ -65,8 +65,8 @@ _TaskDone = tuple[IoTask, Any, BaseException | None]
 class IoHost:
     """Runs the jobs and tasks of one tier.
 
-    :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome.
-    The scheduler's thread calls all methods.
+    :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome. The
+    scheduler's thread calls all methods, which :class:`~tiering.medium.side.IoSide` describes.
 
     Args:
         pipeline: runs the units of jobs.
@@ -93,12 +93,8 @@ class IoHost:
     ) -> None:
         self.name = name
         """Name of the tier."""
-        self.breakers = pipeline.breakers
-        """Circuit breakers of the tier."""
-        self.stats = pipeline.stats
-        """Counters of the I/O."""
+        self.breakers, self.stats = pipeline.breakers, pipeline.stats
         self.store: BlockStore = pipeline.store
-        """The store with its layers, for tasks."""
         self.stopping = threading.Event() if stopping is None else stopping
         """Event that is set once the host is closed; long tasks check it."""
         self._pipeline = pipeline
@@ -134,36 +130,25 @@ class IoHost:
 
     @property
     def load_depth(self) -> int:
-        """Number of units of loads that may run at once now."""
         return self.lanes.loads.finder.depth
 
     @property
     def store_depth(self) -> int:
-        """Number of units of stores that may run at once now."""
         return self.lanes.stores.finder.depth
 
     @property
     def hanging_stores(self) -> int:
-        """Number of threads that run a part of a store after its deadline."""
         return self.lanes.stores.stuck(self._clock())
 
     def start(self, deadline: float, *, lookups: bool) -> None:
-        """Start the threads, and wait for them until ``deadline`` at most.
-
-        Args:
-            deadline: time on the tier's clock.
-            lookups: True if lookups need threads, too.
-        """
         for pool in (self._threads, self._lookups) if lookups else (self._threads,):
             pool.start(deadline - self._clock())
 
     @property
     def busy_bytes(self) -> int:
-        """Bytes of stores that keep all places busy, with as many units waiting as running."""
         return 2 * self.store_depth * self.unit_bytes
 
     def submit(self, job: TransferJob) -> None:
-        """Submit a job whose blocks have places; returns at once."""
         self._submitted += 1
         unit = Unit(job, 0, len(job.moved), whole=True)
         if not job.moved:
@@ -176,10 +161,6 @@ class IoHost:
                 self._wake()
 
     def run(self, task: IoTask) -> None:
-        """Submit a task; returns at once.
-
-        :meth:`poll` calls its ``on_done``, also if no thread can be started for it.
-        """
         if (closed := self._closed_error()) is not None:
             self._refuse(task, closed)
         else:
@@ -187,7 +168,6 @@ class IoHost:
             pool.run(partial(self._run_task, task), partial(self._refuse, task))
 
     def poll(self) -> list[TransferJob]:
-        """Return the jobs that ended since the last call, and call ``on_done`` of the tasks that did."""
         if self.lanes.loads.waiting or self.lanes.stores.waiting:
             self._sweep()
         if (shortage := self._threads.shortage) is not None:
@@ -209,10 +189,6 @@ class IoHost:
         return jobs
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has.
-
-        The timeout is in real time.
-        """
         if not self._ended:
             self._news.clear()
             if not self._ended:
@@ -220,10 +196,6 @@ class IoHost:
         return bool(self._ended)
 
     def drain(self, deadline: float) -> bool:
-        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs or waits.
-
-        :meth:`poll` still returns their results.
-        """
         for wait in _waits(self._clock, deadline):
             self._sweep()
             if self._finished == self._submitted:
@@ -234,18 +206,10 @@ class IoHost:
         return self._finished == self._submitted
 
     def drop_waiting(self) -> None:
-        """Drop every job, or part of a job, that no thread has begun: its blocks count as failed."""
         while (unit := self.lanes.take_any()) is not None:
             self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
 
     def close(self, deadline: float) -> bool:
-        """Shut down: fail jobs and tasks that have not begun, and wait for the others until ``deadline``.
-
-        After False, the method may be called again. The host neither opens nor closes the store.
-
-        Returns:
-            True if no thread touches rows or the medium any more.
-        """
         self.stopping.set()
         self._threads.stop()
         self._lookups.stop()

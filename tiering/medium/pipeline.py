@@ -33,7 +33,7 @@ from tiering.medium.frame import (
     encode_header,
     verify,
 )
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import BreakerOpenError, Breakers
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob

@@ -1,18 +1,38 @@
-"""Interface of a tier's I/O side.
+"""Interface of a tier's I/O side: jobs and tasks go there, and come back when they have ended.
 
-:class:`tiering.medium.host.IoHost` implements it, and so do fakes in tests.
+:class:`tiering.medium.host.IoHost` implements it, and so do simulations and fakes in tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from tiering.medium.block_store import BlockStore
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoTask
 from tiering.secondary.contract import TransferJob
+
+
+class IoTask(NamedTuple):
+    """Work on the I/O side other than jobs: probes, epochs, recovery."""
+
+    name: str
+    """Name of the task, for threads and logs."""
+    run: Callable[[], Any]
+    """Function that an I/O thread calls."""
+    on_done: Callable[[Any, BaseException | None], None]
+    """Function that receives the result of ``run``, or the exception that ``run`` raised.
+
+    ``IoHost.poll`` calls it on the scheduler's thread.
+    """
+    lookup: bool = False
+    """True: the task runs on the threads for lookups, so that lookups and jobs never wait for one another.
+
+    Default False.
+    """
+    expires: float = float("inf")
+    """Time in monotonic seconds after which a lookup that has not begun fails; default: none."""
 
 
 class IoSide(Protocol):
@@ -57,7 +77,7 @@ class IoSide(Protocol):
         """Submit a job whose blocks have places; :meth:`poll` returns it."""
 
     def run(self, task: IoTask) -> None:
-        """Submit a task; :meth:`poll` calls its ``on_done``."""
+        """Submit a task; :meth:`poll` calls its ``on_done``, also if no thread can be started for it."""
 
     @property
     def hanging_stores(self) -> int:
@@ -67,16 +87,25 @@ class IoSide(Protocol):
         """Return the jobs, with outcomes, that have ended since the last call: nothing of them runs."""
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for :meth:`poll` to have something, and return True if it has."""
+        """Wait at most ``timeout`` real seconds for :meth:`poll` to have something; return True if it has."""
 
     def drop_waiting(self) -> None:
         """Drop every job, or part of a job, that no thread has begun: its blocks count as failed."""
 
     def drain(self, deadline: float) -> bool:
-        """Wait at most until ``deadline`` for all jobs to end, and return True if none is in flight."""
+        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs or waits.
+
+        :meth:`poll` still returns their results.
+        """
 
     def close(self, deadline: float) -> bool:
-        """Shut down until ``deadline``, and return True if no thread runs any more."""
+        """Shut down: fail jobs and tasks that have not begun, and wait for the others until ``deadline``.
+
+        After False, the method may be called again. The store is neither opened nor closed.
+
+        Returns:
+            True if no thread touches rows or the medium any more.
+        """
 
     def join(self) -> None:
         """Wait, after :meth:`close`, until no thread runs any more; any thread may call."""

@@ -13,9 +13,9 @@ from typing import Any
 from tiering.errors import StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, StoreProbe, StoreTraits
 from tiering.medium.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.replay.model import MediumModel
 from tiering.replay.queues import JobQueue
 from tiering.secondary.contract import TransferJob

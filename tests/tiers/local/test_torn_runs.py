@@ -10,7 +10,7 @@ import pytest
 
 from tests.medium.io_fakes import LOAD, STORE, Primary, make_job, outcome_names
 from tiering.medium.block_store import Done, Outcome
-from tiering.medium.io_stats import IoStats
+from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions

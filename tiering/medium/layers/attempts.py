@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tiering.errors import OverdueError, StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
-from tiering.medium.io_stats import IoStats
 from tiering.medium.layers.layer import StoreLayer
 from tiering.secondary.options import RetryOptions
+
+
+@dataclass(slots=True)
+class IoStats:
+    """Counters of a tier's I/O since the start; its threads write, and the scheduler's thread reads without a lock."""
+
+    read_bytes: int = 0
+    """Bytes read from the medium, headers included."""
+    read_seconds: float = 0.0
+    """Seconds spent in reads, summed over threads."""
+    written_bytes: int = 0
+    """Bytes written to the medium, headers included."""
+    written_seconds: float = 0.0
+    """Seconds spent in writes, summed over threads."""
+    requests: int = 0
+    """Blocks requested of the medium, including failed attempts, probes and deletions."""
+    retries: int = 0
+    """Blocks that were sent again."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    """Lock to hold for writing, never for reading."""
 
 
 class MeterLayer(StoreLayer):
