@@ -1,4 +1,4 @@
-"""The options of the object store tier in a stack file."""
+"""The options of the object store tier in a stack file, and the names of objects after their prefix."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from pydantic import field_validator, model_validator
 
 from tiering import ConfigError
 from tiering.tier import BlockTierOptions, CompressionOptions, Duration, FilePath, SharedOptions, TtlOptions, mask_text
-from tiers.object.names import BLOCKS, DOCUMENTS
 from tiers.valkey.client import ServerAddress
+
+BLOCKS = "blocks/"
+"""Begins the names of block objects."""
+DOCUMENTS = "documents/"
+"""Begins the names of documents."""
+SUSPECTS = "suspect-"
+"""Begins the names of the documents that note an object which a machine reads corrupt."""
+SETTLEMENTS = "settled-"
+"""Begins the names of the documents by which the fleet counts the corrupt objects that it deletes."""
+IDENTITY = "bucket-id"
+"""Name of the document that holds the bucket's identifier; a successor has a number behind it."""
 
 DAY = 86400.0
 SMALL_BLOCK_BYTES = 4 << 20

@@ -15,9 +15,8 @@ import obstore
 
 from tiering import PermanentStoreError
 from tiering.tier import Finding, Severity
-from tiers.object.bucket_options import BucketOptions
+from tiers.object.bucket_options import BLOCKS, DOCUMENTS, BucketOptions
 from tiers.object.faults import Dialect
-from tiers.object.names import BLOCKS, DOCUMENTS
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -33,12 +33,11 @@ from tiering.tier import (
     namespace_of,
 )
 from tiers.coordination.probes import probe_coordination
-from tiers.object.bucket_options import BucketOptions, without_ttl
+from tiers.object.bucket_options import BLOCKS, DOCUMENTS, SUSPECTS, BucketOptions, without_ttl
 from tiers.object.clouds import make_cloud
 from tiers.object.collection_lease import CollectionLease
 from tiers.object.faults import STORE_FAILURES
 from tiers.object.identity import probe_identity
-from tiers.object.names import BLOCKS, DOCUMENTS, SUSPECTS
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
 from tiers.object.suspects import NOTE_SECONDS, ended

@@ -23,7 +23,6 @@ from tiering.tier import (
 )
 from tiers.object.bucket_options import BucketOptions, ObjectOptions, S3Options, small_block_warning
 from tiers.object.identity import BucketIdentity
-from tiers.object.verbs import Verb
 from tiers.valkey.client import ServerAddress
 
 if TYPE_CHECKING:
@@ -77,13 +76,8 @@ class ObjectTier(BlockTier):
         return super().used(keys, req_context)
 
     def get_stats(self) -> TierStats:
-        stats, requests = super().get_stats(), self._store.requests
-        sent = requests.sent
-        stats.requests = sum(sent.values())
-        stats.requests_get, stats.requests_head, stats.requests_put = sent[Verb.GET], sent[Verb.HEAD], sent[Verb.PUT]
-        stats.requests_delete, stats.requests_list = sent[Verb.DELETE], sent[Verb.LIST]
-        stats.answers_absent, stats.answers_conflict = requests.absent, requests.conflicts
-        stats.refused_bytes = requests.refused_bytes
+        stats = super().get_stats()
+        self._store.requests.report(stats)
         return stats
 
 

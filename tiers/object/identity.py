@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 
 from tiering import PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.tier import Finding, Severity
-from tiers.object.names import IDENTITY
+from tiers.object.bucket_options import IDENTITY
 
 if TYPE_CHECKING:
     from tiers.object.store import ObjectStore

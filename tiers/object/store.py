@@ -30,18 +30,13 @@ from tiering.tier import (
     StoreTraits,
     ThreadPool,
 )
-from tiers.object.bucket_options import BucketOptions
+from tiers.object.bucket_options import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS, BucketOptions
 from tiers.object.cloud import Cloud, batches
 from tiers.object.clouds import make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
-from tiers.object.names import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS
 from tiers.object.renewal import Renewal
-from tiers.object.runtime import start_runtime
-from tiers.object.second_look import second_look
-from tiers.object.second_names import SecondNames
-from tiers.object.sender import Passed, RequestSender
-from tiers.object.suspects import Suspects
-from tiers.object.verbs import Verb
+from tiers.object.sender import Passed, RequestSender, Verb, start_runtime
+from tiers.object.suspects import SecondNames, Suspects
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -200,7 +195,7 @@ class ObjectStore(BlockStore):
         self.delete_objects([self._name(place) for place in places])
 
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
-        return second_look(self._cloud, self.requests, self._name(place), limit)
+        return self.requests.look_again(self._name(place), limit)
 
     def settle(self, place: Place, found: RawBlock) -> Settlement:
         """Delete a corrupt object if other machines or a digest allow, or use a second name for its block."""
@@ -265,7 +260,7 @@ class ObjectStore(BlockStore):
         return self.requests.find(Verb.GET, fetch, f"get document {name}")
 
     def prove_damage(self, name: str, content: bytes) -> None:
-        found = second_look(self._cloud, self.requests, f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
+        found = self.requests.look_again(f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
         if found is None or found.content != content:
             raise TemporaryStoreError(f"document {name} reads differently each time; suspect a proxy")
         if not found.proven:

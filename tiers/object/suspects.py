@@ -22,16 +22,19 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from xxhash import xxh3_128
 
 from tiering import PermanentStoreError
-from tiering.tier import HOT, HOT_SECONDS, RawBlock, Settlement
-from tiers.object.names import SETTLEMENTS, SUSPECTS
+from tiering.tier import HOT, HOT_SECONDS, Place, RawBlock, Settlement
+from tiers.object.bucket_options import SETTLEMENTS, SUSPECTS
+
+if TYPE_CHECKING:
+    from tiers.object.store import ObjectStore
 
 APART = 60.0
 """Seconds by the service's clock between a note and its confirmation, at least."""
@@ -50,6 +53,18 @@ REST_SECONDS = 86400.0
 
 SPENT_SECONDS = 600.0
 """Seconds for which this process settles nothing after it has found the fleet's budget spent."""
+
+MOST_NAMES = 3
+"""Number of further names of one block."""
+
+MOST_BLOCKS = 64
+"""Number of blocks of one process that have a second name.
+
+A machine that damages all that it reads must not copy the bucket.
+"""
+
+SECOND_NAME_SECONDS = 3600.0
+"""Seconds for which a second name is used."""
 
 _LAYOUT = struct.Struct("<8sHxxxxxx16s16s16s8s8s8s")
 _MAGIC = b"KVSUSPCT"
@@ -126,20 +141,6 @@ class Note:
         return cls(place, object_version, content, Machine((names[0], names[1], names[2])))
 
 
-class NoteStore(Protocol):
-    """The part of :class:`tiers.object.store.ObjectStore` that notes need."""
-
-    def read_document(self, name: str) -> bytes | None: ...
-
-    def write_document(self, name: str, data: bytes) -> None: ...
-
-    def create_document(self, name: str, data: bytes) -> bytes | None: ...
-
-    def remove_documents(self, names: Sequence[str]) -> None: ...
-
-    def document_times(self) -> Mapping[str, float]: ...
-
-
 class Suspects:
     """The notes and settlements of one process. Threads of the I/O side call it.
 
@@ -151,7 +152,7 @@ class Suspects:
 
     def __init__(
         self,
-        store: NoteStore,
+        store: ObjectStore,
         delete: Callable[[str, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -238,6 +239,51 @@ class Suspects:
             self._rests_until = self._clock() + SPENT_SECONDS
             return False
         return found.proven or (noted is not None and APART <= now - noted < NOTE_SECONDS)
+
+
+class SecondNames:
+    """The second names that one process uses for blocks whose first object is corrupt and stays.
+
+    The process stores and looks for such a block as ``<name>.1``, and if that object reads corrupt too, as
+    ``<name>.2``. It comes to a second name only by reading the first object corrupt itself, so sound blocks cost no
+    further request. After an hour the first name is tried again: the object may have been deleted meanwhile. Threads of
+    the I/O side call it.
+
+    Args:
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._used: dict[Place, tuple[int, float]] = {}
+        """The number of a block's name, and the time until which it is used, by place."""
+
+    def suffix(self, place: Place) -> str:
+        """Return the end of the name of the block at ``place``; empty for its first name."""
+        if not self._used:
+            return ""
+        number, until = self._used.get(place, (0, 0.0))
+        return f".{number}" if number and self._clock() < until else ""
+
+    def add(self, place: Place) -> bool:
+        """Use the next name for the block at ``place`` from now on.
+
+        Returns:
+            False if the block has had all its names, or too many blocks have a second name.
+        """
+        now = self._clock()
+        number, until = self._used.get(place, (0, 0.0))
+        if until <= now:
+            number = 0
+        if number == MOST_NAMES:
+            return False
+        if len(self._used) >= MOST_BLOCKS and place not in self._used:
+            for old in [old for old, (_, ends) in list(self._used.items()) if ends <= now]:
+                self._used.pop(old, None)
+            if len(self._used) >= MOST_BLOCKS:
+                return False
+        self._used[place] = (number + 1, now + SECOND_NAME_SECONDS)
+        return True
 
 
 def _note_name(note: Note) -> str:

@@ -11,8 +11,8 @@ from tests.fake_s3 import BEGINNING, FakeS3
 from tests.tiers.object.rigs import make_rig
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
+from tiers.object.bucket_options import IDENTITY
 from tiers.object.identity import Identity, parse
-from tiers.object.names import IDENTITY
 
 
 class Fleet:

@@ -22,9 +22,8 @@ from tiering.testing.tier_tests import K
 from tiers.coordination import coordination
 from tiers.coordination.probes import MACHINES
 from tiers.object import identity
-from tiers.object.bucket_options import S3Options
+from tiers.object.bucket_options import IDENTITY, S3Options
 from tiers.object.identity import SUBJECT, BucketIdentity, Identity, pack, parse
-from tiers.object.names import IDENTITY
 from tiers.object.store import ObjectStore
 from tiers.valkey.client import ServerAddress, ValkeyClient
 

@@ -16,8 +16,7 @@ from tests.fake_s3 import FakeS3
 from tiering.admin.records import Severity
 from tiers.object import S3Options
 from tiers.object.s3.credentials import CredentialSource
-from tiers.object.s3.lifecycle import check_lifecycle
-from tiers.object.s3.settings import probe_settings
+from tiers.object.s3.settings import check_lifecycle, probe_settings
 from tiers.object.store import ObjectStore
 
 BLOCKS, DOCUMENTS, HOT_KEYS = "prod/blocks/", "prod/documents/", "prod/documents/hot-"

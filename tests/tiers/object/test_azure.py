@@ -30,12 +30,12 @@ from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.object import ObjectOptions, suspects
+from tiers.object.bucket_options import SUSPECTS
 from tiers.object.clouds import make_cloud
 from tiers.object.faults import STORE_FAILURES, summary
-from tiers.object.names import SUSPECTS
+from tiers.object.sender import Verb
 from tiers.object.store import ObjectStore
 from tiers.object.suspects import Machine
-from tiers.object.verbs import Verb
 
 VARIABLES = (
     "AZURE_STORAGE_ACCOUNT_KEY",

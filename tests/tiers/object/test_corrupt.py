@@ -15,8 +15,8 @@ from tiering.errors import TemporaryStoreError
 from tiering.testing.clock import until
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
+from tiers.object.sender import Verb
 from tiers.object.store import ObjectStore
-from tiers.object.verbs import Verb
 
 
 def damage(fake: FakeS3, names: list[str]) -> None:

@@ -21,8 +21,7 @@ from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_rig import make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
-from tiers.object.s3.client import check_token, connect
-from tiers.object.s3.cloud import S3Cloud
+from tiers.object.s3.cloud import S3Cloud, check_token
 from tiers.object.s3.credentials import FIXED_SECONDS, CredentialSource
 from tiers.object.store import ObjectStore
 
@@ -208,7 +207,7 @@ class TestSessionToken:
     def test_over_plain_http_is_warned_about(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, warned: bool
     ) -> None:
-        monkeypatch.setattr("tiers.object.s3.client._redirection", lambda options, url: None)
+        monkeypatch.setattr("tiers.object.s3.cloud._redirection", lambda options, url: None)
         source = CredentialSource(None)
         source()
         check_token(S3Options(bucket="kv-cache", endpoint_url=f"http://{host}:9000"), source)
@@ -216,7 +215,7 @@ class TestSessionToken:
 
     def test_an_endpoint_with_https_never_redirects_to_plain_http(self) -> None:
         options = S3Options(bucket="kv-cache", endpoint_url="https://s3.example")
-        sent = connect(options, CredentialSource(None)).client_options
+        sent = S3Cloud(options, CredentialSource(None)).connect().client_options
         assert sent is not None
         assert str(sent["allow_http"]).lower() == "false"
 
@@ -268,7 +267,7 @@ def test_a_missing_package_is_a_configuration_error_that_names_the_extra(
             raise ImportError(name)
         return real(name, *rest, **words)  # type: ignore[arg-type]
 
-    for module in ("tiers.object.store", "tiers.object.runtime", "tiers.object.faults"):
+    for module in ("tiers.object.store", "tiers.object.sender", "tiers.object.faults"):
         monkeypatch.delitem(__import__("sys").modules, module, raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     context = TierContext("s3", memoryview(bytearray(4096)).cast("B", (1, 4096)), (4096,), make_namespace("m", (4096,)))

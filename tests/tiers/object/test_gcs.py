@@ -16,8 +16,8 @@ from tiering.admin.records import Limits, Severity
 from tiering.errors import OutOfSpaceError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import Done
 from tiers.object import OBJECT_TIER, ObjectOptions
+from tiers.object.sender import Verb
 from tiers.object.store import ObjectStore
-from tiers.object.verbs import Verb
 
 
 class TestStoreOnGcs(RealStoreSuite):

@@ -23,7 +23,7 @@ from tiering.medium.block_store import Done
 from tiers.object import ObjectOptions
 from tiers.object.cloud import AUTHORITIES
 from tiers.object.s3.credentials import CredentialSource
-from tiers.object.s3.lifecycle import make_client
+from tiers.object.s3.settings import make_client
 from tiers.object.store import ObjectStore
 
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")

@@ -15,8 +15,8 @@ from tests.tiers.object.blocks import HEADER_BYTES, block, content, empty
 from tiering.errors import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import Done
 from tiers.object.bucket_options import S3Options
+from tiers.object.sender import Verb
 from tiers.object.store import LOOKS_AFTER_REFUSAL, ObjectStore
-from tiers.object.verbs import Verb
 
 Open = Callable[..., ObjectStore]
 NAME = "prod/blocks/ns/ab/abcd"

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urljoin, urlsplit
+
+from obstore.store import S3Store
 
 from tiering import PermanentStoreError, TemporaryStoreError
-from tiering.tier import Finding, Severity
+from tiering.tier import Finding, Severity, mask_text
 from tiers.object.bucket_options import BucketOptions, S3Words
-from tiers.object.cloud import Cloud, md5_tag
+from tiers.object.cloud import NO_RETRIES, Cloud, client_options, md5_tag, verification
 from tiers.object.faults import SPACE, Cause, Dialect, summary
-from tiers.object.s3.client import check_token, connect
-from tiers.object.s3.credentials import CredentialSource
-from tiers.object.s3.lifecycle import check_lifecycle, make_client
-from tiers.object.s3.settings import probe_settings
+from tiers.object.s3.credentials import DEFAULT_REGION, CredentialSource
+from tiers.object.s3.settings import check_lifecycle, make_client, probe_settings
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore as Client
-    from obstore.store import S3Store
+    from obstore.store import S3Config
+
+logger = logging.getLogger("kv_tiering.object")
 
 _CORRECT_KEYS = "correct the keys that boto3's chain finds (environment, profile, role)"
 _KEYS = f"wrong access key or secret key, of another service or withdrawn; {_CORRECT_KEYS}"
@@ -79,10 +84,38 @@ class S3Cloud(Cloud):
         check_token(self.options, self._credentials)
 
     def connect(self) -> S3Store:
-        return connect(self.options, self._credentials)
+        return self._client(None)
 
     def deleter(self, name: str, version: str) -> S3Store:
-        return connect(self.options, self._credentials, if_match=version)
+        return self._client(version)
+
+    def _client(self, if_match: str | None) -> S3Store:
+        """Return a new client; None: without a condition, else the ETag that objects must have for its requests."""
+        options = self.options
+        config: S3Config = {
+            "region": options.region or self._credentials.region or DEFAULT_REGION,
+            "unsigned_payload": True,
+            "virtual_hosted_style_request": not options.uses_path_style,
+            # obstore has no conditional deletion, and its bulk deletion has no condition per object.
+            "disable_bulk_delete": not options.bulk_delete or if_match is not None,
+        }
+        endpoint = options.endpoint
+        if endpoint is not None:
+            if not options.uses_path_style:
+                parts = urlsplit(endpoint)
+                endpoint = f"{parts.scheme}://{options.bucket}.{parts.netloc}"
+            config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
+        if options.sse != "none":
+            config["server_side_encryption"] = options.sse
+        if options.sse_kms_key_id is not None:
+            config["sse_kms_key_id"] = options.sse_kms_key_id
+        return S3Store(
+            options.bucket,
+            config=config,
+            client_options=client_options(options, None if if_match is None else {"if-match": if_match}),
+            retry_config=NO_RETRIES,
+            credential_provider=self._credentials,
+        )
 
     def renew(self, client: Client, name: str) -> None:
         """Copy an object onto itself.
@@ -134,3 +167,62 @@ class S3Cloud(Cloud):
 
     def probe_settings(self, *, writes: bool) -> Iterator[Finding]:
         yield from probe_settings(self.options, self._credentials, writes=writes)
+
+
+def check_token(options: S3Words, credentials: CredentialSource) -> None:
+    """Check where the session token of temporary credentials would go.
+
+    Without a token or an endpoint, nothing is checked. obstore follows redirects, and its HTTP client sends the header
+    with the token on to the other host (the signature is left out). obstore has no option against this, so one request
+    without credentials finds out whether the endpoint redirects. Redirects that begin later are not noticed. A token
+    over plain HTTP is warned about, unless the host is this machine.
+
+    Raises:
+        PermanentStoreError: the endpoint redirects to another host.
+    """
+    endpoint = options.endpoint
+    if endpoint is None or not credentials.has_token:
+        return
+    parts = urlsplit(endpoint)
+    if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        logger.warning(
+            "%s: the session token of temporary credentials is sent over plain HTTP, where others can read and use it; "
+            "use https",
+            options.location,
+        )
+    target = _redirection(options, f"{endpoint}/{options.bucket}")
+    if target is not None and urlsplit(target).netloc != parts.netloc:
+        raise PermanentStoreError(
+            f"{parts.netloc} redirects to {mask_text(urlsplit(target).netloc)}, and the session token of temporary "
+            "credentials would be sent there; if that host is right, set endpoint_url to it"
+        )
+
+
+def _redirection(options: S3Words, url: str) -> str | None:
+    """Return the address to which ``url`` redirects; None if it does not, or does not answer."""
+    from botocore.awsrequest import AWSRequest
+    from botocore.exceptions import BotoCoreError, HTTPClientError
+    from botocore.httpsession import URLLib3Session
+    from botocore.utils import get_environ_proxies
+
+    session = URLLib3Session(
+        verify=verification(options),
+        proxies=get_environ_proxies(url),
+        timeout=min(options.connect_timeout, options.request_timeout, options.deadline),
+    )
+    try:
+        answer = session.send(AWSRequest(method="GET", url=url).prepare())
+        location = answer.headers.get("Location")
+        return urljoin(url, location) if 300 <= answer.status_code < 400 and location else None
+    except (BotoCoreError, HTTPClientError, ValueError) as error:
+        logger.debug("%s was not tried for redirects: %s", options.location, error)
+        return None
+    finally:
+        session.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
