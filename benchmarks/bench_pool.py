@@ -25,9 +25,8 @@ from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
-from tiering.medium.assembly import build_io_host
 from tiering.medium.block_store import BlockStore
-from tiering.medium.host import IoHost
+from tiering.medium.host import IoHost, build_io_host
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiers.mooncake.client import PoolClient, register

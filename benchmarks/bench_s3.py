@@ -33,9 +33,8 @@ from tiering.api.keys import make_offload_key
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
-from tiering.medium.assembly import build_io_host
 from tiering.medium.block_store import Done
-from tiering.medium.host import IoHost
+from tiering.medium.host import IoHost, build_io_host
 from tiering.secondary.contract import TierContext, TransferJob
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.medium.assembly import build_io_host
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.medium.host import IoHost
+from tiering.medium.host import IoHost, build_io_host
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions, BreakerOptions, CompressionOptions, RetryOptions
 from tiering.testing.clock import FakeClock, until

@@ -12,7 +12,7 @@ import pytest
 from tests.medium.io_fakes import LOAD, PAGE, STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.errors import OverdueError, PermanentStoreError, TemporaryStoreError
-from tiering.medium import assembly
+from tiering.medium import host as io_host
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, StoreTraits
 from tiering.medium.host import LOOKUP_THREADS, SINGLE_UNIT_BYTES, TASK_THREADS, IoHost
 from tiering.medium.layers.breaker import BreakerState
@@ -195,7 +195,7 @@ def test_a_thread_that_cannot_be_started_makes_the_depth_smaller(thread_limit: T
 
 def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, store = Primary(40), DictStore()
-    monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 4 * primary.size)
+    monkeypatch.setattr(io_host, "BATCH_UNIT_BYTES", 4 * primary.size)
     with running_host(store, primary, threads=2) as host:
         host.submit(make_job(primary, STORE, range(40)))
         finish(host)
@@ -228,7 +228,7 @@ def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
 
 def test_units_start_at_the_head_of_the_prefix_and_are_ordered_by_slot_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, store = Primary(6), DictStore()
-    monkeypatch.setattr(assembly, "BATCH_UNIT_BYTES", 3 * primary.size)
+    monkeypatch.setattr(io_host, "BATCH_UNIT_BYTES", 3 * primary.size)
     with running_host(store, primary, threads=1) as host:
         host.submit(make_job(primary, STORE, range(6), places=[12, 10, 11, 2, 0, 1]))
         finish(host)

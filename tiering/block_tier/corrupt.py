@@ -20,8 +20,8 @@ from tiering.api.keys import OffloadKey
 from tiering.block_tier.parts import TierParts
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
 from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
+from tiering.medium.codec import FrameVerifier
 from tiering.medium.side import IoTask
-from tiering.medium.verification import FrameVerifier
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob
 

@@ -22,10 +22,10 @@ from xxhash import xxh3_128_digest
 from tiering.errors import ConfigError, CorruptBlockError, DeviceError, StoreError, TemporaryStoreError
 from tiering.index.tier_index import TierIndex
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.medium.codec import FrameVerifier
 from tiering.medium.frame import encode_header
 from tiering.medium.layers.breaker import Breaker, BreakerState, is_medium_failure
 from tiering.medium.side import IoSide, IoTask
-from tiering.medium.verification import FrameVerifier
 
 HEALTH_DOCUMENT = "health"
 """Name of the document that probes write and read; on a shared medium, the prefix of the names."""

@@ -26,8 +26,8 @@ from tiering.errors import ConfigError
 from tiering.index import places
 from tiering.index.prober import held_prefix
 from tiering.index.tier_index import Probe, TierIndex
-from tiering.medium.assembly import build_io_host
 from tiering.medium.block_store import BlockStore, Place
+from tiering.medium.host import build_io_host
 from tiering.medium.side import IoSide, IoTask
 from tiering.runtime.forks import inert_in_children
 from tiering.secondary.contract import (

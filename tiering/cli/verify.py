@@ -16,8 +16,8 @@ from tiering.admin.records import StoredBlock
 from tiering.admin.tier_admin import TierAdmin
 from tiering.cli.output import progress as display
 from tiering.errors import ConfigError
+from tiering.medium.codec import FrameVerifier
 from tiering.medium.frame import HEADER_BYTES, FrameError
-from tiering.medium.verification import FrameVerifier
 from tiering.runtime.json_text import parse_json
 
 _AHEAD = 4

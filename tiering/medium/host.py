@@ -9,6 +9,8 @@ neighbours side by side. Tasks run before loads, and loads before stores. The de
 The threads are started when the tier is opened, and are parked until there is work. There are more of them than units
 may run, so that others go on while some hang in the medium. If no thread can be started, jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
+
+:func:`build_io_host` is the only place where the layers around a block store are stacked.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ from typing import Any
 from tiering.errors import OverdueError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.medium.block_store import BlockStore, Done, Outcome
 from tiering.medium.lanes import Lanes, Unit, take_unit
-from tiering.medium.layers.breaker import BreakerOpenError
+from tiering.medium.layers.attempts import DeadlineLayer, IoStats, MeterLayer, RetryLayer
+from tiering.medium.layers.breaker import BreakerLayer, BreakerOpenError, Breakers
 from tiering.medium.pipeline import LOG_PERIOD, Pipeline, release_frames
 from tiering.medium.side import IoTask
 from tiering.runtime.depth import DepthBounds
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.contract import TransferJob
+from tiering.secondary.contract import TierContext, TransferJob
+from tiering.secondary.options import BlockTierOptions, CompressionOptions
 
 _log = logging.getLogger("kv_tiering.io")
 
@@ -395,6 +399,64 @@ class IoHost:
         self._ended.append(item)
         self._news.set()
         self._announce()
+
+
+def build_io_host(
+    store: BlockStore,
+    options: BlockTierOptions,
+    context: TierContext,
+    *,
+    element_size: int = 2,
+    sleep: Callable[[float], object] | None = None,
+) -> IoHost:
+    """Build the I/O side of one tier around ``store``, without opening or starting anything.
+
+    The layers are retry(breaker(deadline(meter(store)))). A pipeline uses them, in as many threads at once as
+    ``options.max_inflight`` allows.
+
+    Args:
+        store: the medium, without layers.
+        options: options of the tier.
+        context: environment of the tier.
+        element_size: bytes of one KV element, by which compression splits; default 2.
+        sleep: function that waits for some seconds; default: a wait that ends early when the host is closed.
+
+    Raises:
+        ConfigError: the store or the installation does not support the compression.
+    """
+    clock, stopping = context.clock, threading.Event()
+    stats = IoStats()
+    breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
+    metered = MeterLayer(store, stats, clock=clock)
+    guarded = BreakerLayer(DeadlineLayer(metered, clock=clock), breakers)
+    layered = RetryLayer(
+        guarded,
+        options.retries,
+        stats,
+        clock=clock,
+        sleep=stopping.wait if sleep is None else sleep,
+        stopping=stopping.is_set,
+    )
+    pipeline = Pipeline(
+        layered,
+        context.primary_view,
+        name=context.name,
+        breakers=breakers,
+        stats=stats,
+        clock=clock,
+        compress=isinstance(options, CompressionOptions) and options.compression == "zstd",
+        element_size=element_size,
+    )
+    return IoHost(
+        pipeline,
+        name=context.name,
+        depth=options.depth,
+        clock=clock,
+        unit_bytes=BATCH_UNIT_BYTES if store.traits.batches else SINGLE_UNIT_BYTES,
+        least_unit_bytes=LEAST_UNIT_BYTES if store.traits.batches else 0,
+        stopping=stopping,
+        news=context.news,
+    )
 
 
 def _waits(clock: Callable[[], float], deadline: float) -> Iterator[float]:

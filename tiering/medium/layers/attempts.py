@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tiering.errors import OverdueError, StoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe
-from tiering.medium.layers.layer import StoreLayer
+from tiering.medium.layers.layer import Attempt, StoreLayer
 from tiering.secondary.options import RetryOptions
 
 
@@ -44,36 +44,28 @@ class MeterLayer(StoreLayer):
         self._stats = stats
         self._clock = clock
 
-    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
+    def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
         begun = self._clock()
         outcomes: list[Outcome] = []
         try:
-            outcomes = self.inner.put(blocks)
-        finally:
-            moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is Done.DONE]
-            size = sum([len(block.header) + len(block.payload) for block in moved])
-            stats = self._stats
-            with stats.lock:
-                stats.requests += len(blocks)
-                stats.written_bytes += size
-                stats.written_seconds += self._clock() - begun
-        return outcomes
-
-    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        begun = self._clock()
-        outcomes: list[Outcome] = []
-        try:
-            outcomes = self.inner.get(blocks)
+            outcomes = attempt(blocks)
         finally:
             moved = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome is Done.DONE]
             size = sum(
-                [len(block.header) + (block.filled if block.filled >= 0 else len(block.payload)) for block in moved]
+                [
+                    len(block.header) + (block.filled if load and block.filled >= 0 else len(block.payload))
+                    for block in moved
+                ]
             )
             stats = self._stats
             with stats.lock:
                 stats.requests += len(blocks)
-                stats.read_bytes += size
-                stats.read_seconds += self._clock() - begun
+                if load:
+                    stats.read_bytes += size
+                    stats.read_seconds += self._clock() - begun
+                else:
+                    stats.written_bytes += size
+                    stats.written_seconds += self._clock() - begun
         return outcomes
 
     def delete(self, places: Sequence[Place]) -> None:
@@ -101,17 +93,9 @@ class DeadlineLayer(StoreLayer):
         self._clock = clock
         self._one_by_one = not inner.traits.batches
 
-    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._in_time(self.inner.put, blocks)
-
-    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._in_time(self.inner.get, blocks)
-
-    def _in_time(
-        self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]
-    ) -> list[Outcome]:
+    def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
         if self._one_by_one and len(blocks) > 1:
-            return [self._in_time(attempt, (block,))[0] for block in blocks]
+            return [self.around(attempt, (block,), load=load)[0] for block in blocks]
         now = self._clock()
         live = [block for block in blocks if block.deadline > now]
         if len(live) == len(blocks):
@@ -159,13 +143,7 @@ class RetryLayer(StoreLayer):
         self._stopping = stopping
         self._rng = random.Random() if rng is None else rng
 
-    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._retry(self.inner.put, blocks)
-
-    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._retry(self.inner.get, blocks)
-
-    def _retry(self, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]) -> list[Outcome]:
+    def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
         outcomes = attempt(blocks)
         for retry in range(self._options.attempts - 1):
             failed = [
@@ -173,7 +151,8 @@ class RetryLayer(StoreLayer):
             ]
             if not failed or self._stopping():
                 break
-            wait = self._wait(retry)
+            longest = min(self._options.backoff * 2.0**retry, self._options.backoff_max)
+            wait = longest * self._rng.uniform(0.5, 1.0)
             end = self._clock() + wait
             failed = [at for at in failed if blocks[at].deadline > end]
             if not failed:
@@ -186,7 +165,3 @@ class RetryLayer(StoreLayer):
             for at, outcome in zip(failed, attempt([blocks[at] for at in failed]), strict=True):
                 outcomes[at] = outcome
         return outcomes
-
-    def _wait(self, retry: int) -> float:
-        longest = min(self._options.backoff * 2.0**retry, self._options.backoff_max)
-        return longest * self._rng.uniform(0.5, 1.0)

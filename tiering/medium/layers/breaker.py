@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError, PlaceLostError, StoreError, WritesRefusedError
 from tiering.medium.block_store import BlockIO, BlockStore, Outcome, Place, StoreProbe
-from tiering.medium.layers.layer import StoreLayer
+from tiering.medium.layers.layer import Attempt, StoreLayer
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.options import BreakerOptions
 
@@ -265,12 +265,6 @@ class BreakerLayer(StoreLayer):
         self.breakers = breakers
         """Breakers of the tier."""
 
-    def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._guard(self.breakers.writes, self.inner.put, blocks)
-
-    def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self._guard(self.breakers.reads, self.inner.get, blocks)
-
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         breaker = self.breakers.reads
         if not breaker.admit():
@@ -286,9 +280,8 @@ class BreakerLayer(StoreLayer):
             breaker.record_success()
         return answer
 
-    def _guard(
-        self, breaker: Breaker, attempt: Callable[[Sequence[BlockIO]], list[Outcome]], blocks: Sequence[BlockIO]
-    ) -> list[Outcome]:
+    def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
+        breaker = self.breakers.reads if load else self.breakers.writes
         if not breaker.admit():
             return [BreakerOpenError(f"the tier is {breaker.what}") for _ in blocks]
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tiering.medium.block_store import (
     BatchStore,
@@ -16,9 +16,12 @@ from tiering.medium.block_store import (
     StoreTraits,
 )
 
+Attempt = Callable[[Sequence[BlockIO]], list[Outcome]]
+"""A put or get of several blocks."""
+
 
 class StoreLayer(BatchStore):
-    """Store that delegates every operation to ``inner``."""
+    """Store that delegates every operation to ``inner``; most layers override :meth:`around` alone."""
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
@@ -34,11 +37,21 @@ class StoreLayer(BatchStore):
     def close(self) -> None:
         self.inner.close()
 
+    def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
+        """Make an attempt to move ``blocks``, and return their outcomes.
+
+        Args:
+            attempt: the put or get of the inner store.
+            blocks: the blocks.
+            load: True for a get.
+        """
+        return attempt(blocks)
+
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self.inner.put(blocks)
+        return self.around(self.inner.put, blocks, load=False)
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
-        return self.inner.get(blocks)
+        return self.around(self.inner.get, blocks, load=True)
 
     def delete(self, places: Sequence[Place]) -> None:
         self.inner.delete(places)
