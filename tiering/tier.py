@@ -27,12 +27,9 @@ from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
 from tiering.epochs.documents import LEASES
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
-from tiering.index.coordinated import CoordinatedIndex
-from tiering.index.coordination import Claim, Coordination, Heard, Inbox
-from tiering.index.places import parse_place
-from tiering.index.shared import SharedIndex
+from tiering.index.shared import SharedIndex, parse_place
 from tiering.index.slots import SlotIndex, SlotsSlice
-from tiering.index.tier_index import Probe, StorePlan, TierIndex
+from tiering.index.tier_index import Hints, Probe, StorePlan, TierIndex
 from tiering.medium.block_store import (
     BatchStore,
     BlockIO,
@@ -74,6 +71,7 @@ from tiering.secondary.options import (
     TtlOptions,
 )
 from tiering.secondary.tier_stats import TierStats
+from tiering.table.disposal import Table
 from tiering.table.row_array import row_array
 
 __all__ = [
@@ -90,11 +88,8 @@ __all__ = [
     "BlockTierOptions",
     "CapacityOptions",
     "Chore",
-    "Claim",
     "Collected",
     "CompressionOptions",
-    "CoordinatedIndex",
-    "Coordination",
     "CorruptReason",
     "Directory",
     "Done",
@@ -105,8 +100,7 @@ __all__ = [
     "Finding",
     "Flag",
     "FrameHeader",
-    "Heard",
-    "Inbox",
+    "Hints",
     "IoSide",
     "IoTask",
     "JobResult",
@@ -137,6 +131,7 @@ __all__ = [
     "StoreProbe",
     "StoreTraits",
     "StoredBlock",
+    "Table",
     "ThreadPool",
     "TierAdmin",
     "TierContext",

@@ -13,10 +13,10 @@ import yaml
 
 from examples.valkey_server import ValkeyServer, serving
 from tests.cli.runner import kv_tiering
+from tests.epochs.common import find_common
 from tests.fake_s3 import FakeS3, fake_s3
 from tiering.admin.records import KnownNamespace
 from tiering.epochs.documents import new_invalidation
-from tiering.epochs.driver import find_common
 from tiering.epochs.state import CommonEpoch
 from tiering.errors import TemporaryStoreError
 from tiering.testing.tier_rig import TierRig, make_namespace

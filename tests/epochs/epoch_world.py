@@ -18,12 +18,13 @@ import numpy as np
 
 from tests.block_tier.fakes import FakeIo, FakeStore, make_context, make_namespace
 from tests.block_tier.rig import CTX
+from tests.epochs.common import find_common
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_tier.tier import BlockTier
 from tiering.epochs.chores import LOOK_SECONDS
 from tiering.epochs.documents import new_invalidation
-from tiering.epochs.driver import SURE_SECONDS, begin_common, find_common
+from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex

@@ -8,10 +8,11 @@ import pytest
 
 from tests.block_tier.fakes import FakeStore
 from tests.block_tier.rig import CTX, K, Rig
+from tests.epochs.common import ensure_common, find_common
 from tiering.api.namespace import Namespace
 from tiering.epochs.chores import LOOK_SECONDS, RETRY_SECONDS
 from tiering.epochs.documents import MAX_COMMON, EpochDocument, new_invalidation
-from tiering.epochs.driver import begin_common, ensure_common, find_common
+from tiering.epochs.driver import begin_common
 from tiering.epochs.state import CommonEpoch
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.agreement import EpochAgreement, MetEpoch, medium_id

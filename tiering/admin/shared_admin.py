@@ -14,7 +14,7 @@ from tiering.epochs.documents import LEASES
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.epochs.hot_keys import HOT, hot_namespace
 from tiering.errors import StoreError
-from tiering.index.places import parse_place
+from tiering.index.shared import parse_place
 from tiering.medium.block_store import BlockStore
 from tiering.secondary.options import TierOptions
 

@@ -23,8 +23,8 @@ from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.transfers import BlockTransfers
 from tiering.errors import ConfigError
-from tiering.index import places
 from tiering.index.prober import held_prefix
+from tiering.index.shared import place_prefix as named_prefix
 from tiering.index.tier_index import Probe, TierIndex
 from tiering.medium.block_store import BlockStore, Place
 from tiering.medium.host import build_io_host
@@ -150,7 +150,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = BlockTransfers(parts, self)
-        named = places.place_prefix if index.shared else None
+        named = named_prefix if index.shared else None
         self._life = TierLife(parts, self, self._jobs, place_prefix or named)
         self._hits = 0
         self._misses = 0

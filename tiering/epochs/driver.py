@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tiering.api.namespace import Namespace
@@ -65,37 +65,12 @@ def parsed(stored: bytes | None, namespace: Namespace, revision: str | None = No
     return document if document is not None and document.admits(namespace, revision) else bytes(stored)
 
 
-def find_common(
-    store: BlockStore, namespace: Namespace, *, known: CommonEpoch | None = None, proof: bool = True
-) -> CommonEpoch:
-    """Return the common epoch of ``namespace``; ``known`` and ``proof`` are those of a :class:`WalkOrder`.
-
-    Raises:
-        StoreError: a document cannot be read, or reads damaged without a proof.
-    """
-    order = WalkOrder(Goal.FIND, known=known, proof=proof)
-    return CommonEpoch(drive(order, lambda walk, action: request(store, namespace, action)).documents)
-
-
-def ensure_common(
-    store: BlockStore, namespace: Namespace, invalidations: Sequence[bytes], *, proof: bool = True
-) -> CommonEpoch:
-    """Return a common epoch whose blocks are all younger than ``invalidations``; begin one if need be.
-
-    If several processes begin one at once, all get the same. An epoch is always new: no block was stored in it before.
-
-    Raises:
-        StoreError: the document cannot be written or read.
-    """
-    order = WalkOrder(Goal.BEGIN, marks=tuple(invalidations), proof=proof)
-    return CommonEpoch(drive(order, lambda walk, action: request(store, namespace, action)).documents)
-
-
 def begin_common(store: BlockStore, namespace: Namespace, invalidation: bytes | None = None) -> CommonEpoch:
     """Begin a new common epoch: every older block is foreign to all processes once they notice.
 
     Running processes notice within a minute, and carry the invalidation over to the other shared media that they use.
-    A person asks for this, so that documents that read damaged need no proof.
+    If several processes begin one at once, all get the same, and no block was stored in it before. A person asks for
+    this, so that documents that read damaged need no proof.
 
     Args:
         store: the medium.
@@ -106,7 +81,8 @@ def begin_common(store: BlockStore, namespace: Namespace, invalidation: bytes | 
     Raises:
         StoreError: the document cannot be written or read.
     """
-    return ensure_common(store, namespace, (invalidation or new_invalidation(),), proof=False)
+    order = WalkOrder(Goal.BEGIN, marks=(invalidation or new_invalidation(),), proof=False)
+    return CommonEpoch(drive(order, lambda walk, action: request(store, namespace, action)).documents)
 
 
 def _last_number(store: BlockStore, namespace: Namespace) -> int:

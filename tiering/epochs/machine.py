@@ -157,8 +157,6 @@ def _document(walk: Walk, document: EpochDocument | bytes | None) -> Step:
 def _found(walk: Walk, found: CommonEpoch) -> Step:
     """Act on the documents that the medium has."""
     walk, order = replace(walk, documents=found.documents), walk.order
-    if order.goal is Goal.FIND:
-        return _do(walk, Do.DONE)
     if order.goal is Goal.BEGIN:
         walk = replace(walk, marks=order.marks)
         return _do(walk, Do.DONE) if _enough(walk, found) else _begin(walk, found)

@@ -112,9 +112,8 @@ class Entered:
 
 
 class Goal(Enum):
-    """The end of a walk: the first three on a shared medium, the others on one that only one tier writes."""
+    """The end of a walk: the first two on a shared medium, the others on one that only one tier writes."""
 
-    FIND = auto()  # the common epoch as it is
     BEGIN = auto()  # a common epoch that has certain invalidations
     LOOK = auto()  # one that has all invalidations of the stack, after a comparison with the one known before
     OWN = auto()  # the epoch of the blocks on the medium, or a new one

@@ -1,19 +1,22 @@
 """Index of a medium shared with other processes: expiring results of probes, in bounded memory.
 
-The place of a block is a name made from its key, so the index need not remember places. The index remembers whether a
+The place of a block is a name: that of the namespace, the fingerprint of the epoch, and the key. The index need not
+remember places. The index remembers whether a
 load of the key is worth trying. Unknown keys are probed once per prefix. Their lookups stay undecided until a deadline.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, islice, repeat, takewhile
 from operator import lt
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from tiering.api.keys import OffloadKey
+from tiering.api.namespace import Namespace
 from tiering.index.tier_index import Probe, Progress, StorePlan, TierIndex
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import PrefixAnswer
@@ -34,6 +37,31 @@ _NEVER = float("inf")
 
 REFUSED_SECONDS = 3600.0
 """Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
+
+
+_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/[0-9a-f]{2}/((?:[0-9a-f]{2})+)")
+
+
+class NamedPlace(NamedTuple):
+    """The parts of a place whose name states namespace, epoch and key."""
+
+    namespace: str
+    """Base of the namespace as 32 hex digits."""
+    fingerprint: str
+    """Fingerprint of namespace and epoch as 32 hex digits."""
+    key: bytes
+    """Key of the block."""
+
+
+def place_prefix(namespace: Namespace) -> str:
+    """Return the prefix of the places of one namespace and epoch."""
+    return f"{namespace.directory}/{namespace.fingerprint.hex()}/"
+
+
+def parse_place(place: str) -> NamedPlace | None:
+    """Return the parts of ``place``; None if no shared index has named such a place."""
+    match = _PLACE.fullmatch(place)
+    return None if match is None else NamedPlace(match[1], match[2], bytes.fromhex(match[3]))
 
 
 def object_name(prefix: str, key: OffloadKey) -> str:

@@ -1,4 +1,8 @@
-"""Coordination over a Valkey or Redis server, with one thread that sends and one that receives."""
+"""Coordination over a Valkey or Redis server, with one thread that sends and one that receives.
+
+Every notice is a hint. A block is served only after it was loaded and verified; a wrong hint costs requests. While the
+server does not answer, the tier works as without it, and nothing waits for it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from tiering import StoreError, TemporaryStoreError
-from tiering.tier import Backoff, Claim, Coordination, Flag, Heard, OffloadKey, Place, StoreProbe, ThreadPool
+from tiering.tier import Backoff, Flag, OffloadKey, Place, StoreProbe, ThreadPool
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
-from tiers.coordination.filling import Filling
-from tiers.coordination.scope import Scope
+from tiers.coordination.scope import MAX_BATCH, Claim, Heard, Scope
 from tiers.valkey.client import ServerAddress, Subscription, ValkeyClient
 
 logger = logging.getLogger("kv_tiering.coordination")
@@ -39,8 +42,11 @@ IDENTITY_SECONDS = 300.0
 _IDLE_SECONDS = 0.25
 
 
-class ValkeyCoordination(Coordination):
+class ValkeyCoordination:
     """Coordination of the machines that share a medium, over one server.
+
+    The scheduler's thread calls all methods but :meth:`ask`, which I/O threads call. None but :meth:`ask` and
+    :meth:`close` may block, and no method raises because of the server.
 
     Args:
         name: name of the tier.
@@ -83,7 +89,9 @@ class ValkeyCoordination(Coordination):
             scripts=SCRIPTS,
         )
         self._threads = ThreadPool(f"kv-{name}-fleet", 3)
-        self._filling = Filling(name, listing, self._client, self._threads)
+        self._listing = listing
+        self._filling = False
+        """True while a directory is being filled from the medium, so that its denials can be trusted."""
         self._scope: Scope | None = None
         self._left: deque[Scope] = deque()
         """Scopes of earlier epochs, with notices that still have to be sent."""
@@ -104,30 +112,36 @@ class ValkeyCoordination(Coordination):
 
     @property
     def ready(self) -> bool:
+        """True while the server answers."""
         return self._ready
 
     @property
     def lapse_seconds(self) -> float:
+        """Seconds after which the claim of a machine that has died is open to others."""
         return directory.LEASE_MS / 1000
 
     def enter(self, place_prefix: str) -> None:
+        """Coordinate the blocks below ``place_prefix`` (a namespace and epoch) from now on, and no others."""
         self._scope = Scope(Directory(self._client, self._medium, place_prefix), self._announce, self._on_absent)
         self._wake.set()
         self._start()
 
     def leave(self) -> None:
+        """Coordinate no new blocks until :meth:`enter`; queued notices are still sent."""
         scope, self._scope = self._scope, None
         if scope is not None and self._ready:
             self._left.append(scope)
             self._wake.set()
 
     def claim(self, claim: Claim) -> None:
+        """Claim the upload of blocks; the claim is answered later, or never."""
         scope = self._scope
         if scope is not None:
             scope.queue.claims.append(claim)
             self._wake.set()
 
     def stored(self, places: Sequence[Place]) -> None:
+        """Notify the fleet that ``places`` hold blocks now."""
         scope = self._scope
         if scope is None or not places:
             return
@@ -135,33 +149,37 @@ class ValkeyCoordination(Coordination):
         self._wake.set()
 
     def released(self, places: Sequence[Place]) -> None:
+        """Release claims on blocks that are not uploaded after all."""
         scope = self._scope
         if scope is not None and places and self._ready:
             scope.queue.released.extend(places)
             self._wake.set()
 
     def watch(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        """Report in :meth:`take` if another machine stores one of these blocks."""
         scope = self._scope
         if scope is not None and self._ready:
             scope.queue.watched.extend(zip(keys, places, strict=True))
             self._wake.set()
 
     def declined(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
+        """Count a touch of blocks that admission has declined; :meth:`take` reports second touches."""
         scope = self._scope
         if scope is not None and self._ready:
             scope.queue.declined.extend(zip(keys, places, strict=True))
             self._wake.set()
 
     def take(self) -> Heard | None:
+        """Return the notices since the last call; None if there are none."""
         scope = self._scope
         if scope is not None and (len(self._begun) < 2 or self._threads.alive < self._threads.size):
             self._start()
         return None if scope is None else scope.inbox.take()
 
     def close(self, timeout: float) -> bool:
+        """End all threads within ``timeout`` seconds, and return True if none runs."""
         self._stop.set()
         self._wake.set()
-        self._filling.stop()
         self._threads.stop()
         ended = self._threads.join(max(timeout, 0.0))
         self._ready = False
@@ -189,6 +207,12 @@ class ValkeyCoordination(Coordination):
     # --------------------------------------------------------------------------------------------------- lookup threads
 
     def ask(self, probe: Callable[[Sequence[Place]], StoreProbe], places: Sequence[Place]) -> StoreProbe:
+        """Return which of ``places`` hold a block, from the server or, in doubt, from the medium.
+
+        Args:
+            probe: looks at the medium.
+            places: places of blocks.
+        """
         scope = self._scope
         if not self._ready or scope is None or not str(places[0]).startswith(scope.directory.place_prefix):
             return probe(places)
@@ -318,11 +342,12 @@ class ValkeyCoordination(Coordination):
             self._client.call(*directory.distrust())
             scope.overflowed = False
             self._want_fill(scope)
-        if scope.incomplete and not self._filling.running:
+        if scope.incomplete and not self._filling:
             scope.incomplete = False
             complete, _ = directory.answers(b"")
             if not complete and self._client.call(*directory.claim_fill()) is not None:
-                self._filling.start(directory, partial(setattr, scope, "incomplete", True))
+                self._filling = True
+                self._threads.run(partial(self._fill, directory), partial(self._unfilled, scope))
         if scope.missed:
             scope.missed = False
             scope.look_again()
@@ -330,8 +355,35 @@ class ValkeyCoordination(Coordination):
             scope.send(self._client)
 
     def _want_fill(self, scope: Scope) -> None:
-        if not self._filling.running:
+        if not self._filling:
             scope.incomplete = True
+
+    # -------------------------------------------------------------------------------------------------- the fill
+
+    def _unfilled(self, scope: Scope, error: StoreError) -> None:
+        self._filling, scope.incomplete = False, True
+        logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
+
+    def _fill(self, directory: Directory) -> None:
+        """Add the blocks of the medium to a directory; machines add those that they store meanwhile."""
+        try:
+            generation, count = directory.fill(b""), 0
+            for places in self._listing(directory.place_prefix):
+                for at in range(0, len(places), MAX_BATCH):
+                    digests = digests_of(places[at : at + MAX_BATCH])
+                    if self._stop.is_set() or directory.fill(digests) != generation:
+                        return
+                count += len(places)
+            if directory.finish(generation):
+                logger.info("tier %s: the fleet's directory is complete: %d blocks", self._name, count)
+        except StoreError as error:
+            logger.warning(
+                "tier %s: the fleet's directory could not be filled, so that lookups go on asking the bucket: %s",
+                self._name,
+                error,
+            )
+        finally:
+            self._filling = False
 
     # --------------------------------------------------------------------------------------------- the receiving thread
 

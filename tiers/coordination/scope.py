@@ -7,9 +7,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from tiering import StoreError
-from tiering.tier import Claim, Inbox, OffloadKey, Place
+from tiering.tier import OffloadKey, Place
 from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word
 
@@ -26,6 +27,54 @@ SETTLE_SECONDS = 5.0
 """Seconds that another machine may take to announce a block that it has uploaded."""
 
 _MAX_CLAIMS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A claim to upload blocks, so that no other machine uploads them at the same time."""
+
+    places: Sequence[Place]
+    """Places of the blocks."""
+    granted: Sequence[bool] | None = None
+    """True for each block that this machine shall upload; None (default): no answer yet.
+
+    Any thread may set it.
+    """
+    dropped: set[Place] = field(default_factory=set)
+    """Places whose blocks will not be uploaded. The scheduler's thread adds to it.
+
+    A thread that grants one of them releases that claim; the thread sets ``granted`` before it looks.
+    """
+
+
+class Heard(NamedTuple):
+    """The notices of other machines that concern this one."""
+
+    stored: Sequence[OffloadKey]
+    """Watched blocks that another machine has stored."""
+    touched: Sequence[OffloadKey]
+    """Declined blocks that another machine has declined before: this was their second touch in the fleet."""
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Notices for the scheduler's thread, which other threads add."""
+
+    stored: deque[OffloadKey] = field(default_factory=deque)
+    """Watched blocks that were stored."""
+    touched: deque[OffloadKey] = field(default_factory=deque)
+    """Declined blocks at their second touch."""
+
+    def take(self) -> Heard | None:
+        """Return the notices so far; None if there are none."""
+        if not self.stored and not self.touched:
+            return None
+        return Heard(*([box.popleft() for _ in range(len(box))] for box in (self.stored, self.touched)))
+
+    def clear(self) -> None:
+        """Drop all notices."""
+        self.stored.clear()
+        self.touched.clear()
 
 
 @dataclass(slots=True)

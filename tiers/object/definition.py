@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from tiering import ConfigError, ReqContext
 from tiering.tier import (
     BlockTier,
-    CoordinatedIndex,
     IoTask,
     Namespace,
     OffloadKey,
@@ -134,6 +133,7 @@ def make_index(context: TierContext, options: BucketOptions, store: ObjectStore)
     }
     if options.coordination is None:
         return SharedIndex(**settings)
+    from tiers.coordination.coordinated import CoordinatedIndex
     from tiers.coordination.coordination import ValkeyCoordination
 
     coordination = ValkeyCoordination(

@@ -9,9 +9,8 @@ import pytest
 from examples.valkey_server import ValkeyServer
 from tests.fake_s3 import FakeS3
 from tests.tiers.coordination.fleet import Fleet
-from tiering.index import coordinated
 from tiering.testing.tier_rig import PATIENCE_SECONDS
-from tiers.coordination import coordination
+from tiers.coordination import coordinated, coordination
 from tiers.valkey.client import ServerAddress, ValkeyClient
 
 

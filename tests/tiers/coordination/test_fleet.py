@@ -15,13 +15,12 @@ from tests.tiers import pool_machine
 from tests.tiers.coordination.fleet import Fleet, find, medium_of, ready
 from tests.tiers.machines import ROOT
 from tiering import load_stack, open_manager
-from tiering.index import coordinated
-from tiering.index.coordination import Claim
-from tiering.index.places import place_prefix
+from tiering.index.shared import place_prefix
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.tier_tests import K
-from tiers.coordination import coordination, directory, scope
+from tiers.coordination import coordinated, coordination, directory, scope
 from tiers.coordination.directory import Directory, digests_of
+from tiers.coordination.scope import Claim
 from tiers.object.bucket_options import S3Options
 from tiers.valkey.client import ServerAddress, ValkeyClient
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.index.coordination import Claim
 from tiers.coordination.directory import Directory, digests_of, load_scripts
-from tiers.coordination.scope import Scope
+from tiers.coordination.scope import Claim, Scope
 from tiers.valkey.client import ValkeyClient
 
 

@@ -16,8 +16,7 @@ from tests.tiers.mooncake.pool import Raw
 from tiering.api.namespace import FORMAT_VERSION
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError
-from tiering.index.places import place_prefix
-from tiering.index.shared import object_name
+from tiering.index.shared import object_name, place_prefix
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.mooncake import MOONCAKE_TIER, MooncakeOptions

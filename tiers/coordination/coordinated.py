@@ -15,12 +15,12 @@ from itertools import compress
 from operator import not_
 from typing import Any
 
-from tiering.api.keys import OffloadKey
-from tiering.index.coordination import CLAIM_SECONDS, Claim, Coordination
-from tiering.index.shared import SharedIndex, object_names
-from tiering.index.tier_index import NO_HINTS, Hints, Probe, StorePlan
-from tiering.medium.block_store import Place, StoreProbe
-from tiering.table.disposal import Table
+from tiering.tier import Hints, OffloadKey, Place, Probe, SharedIndex, StorePlan, StoreProbe, Table
+from tiers.coordination.coordination import ValkeyCoordination
+from tiers.coordination.scope import Claim
+
+CLAIM_SECONDS = 0.1
+"""Seconds for which a store waits at most for the answer to its claim before it begins without."""
 
 MAX_LEFT = 1 << 14
 """Maximum number of blocks left to other machines that are remembered."""
@@ -81,7 +81,7 @@ class CoordinatedIndex(SharedIndex):
         settings: arguments of :class:`~tiering.index.shared.SharedIndex`.
     """
 
-    def __init__(self, coordination: Coordination, *, counts_touches: bool, **settings: Any) -> None:
+    def __init__(self, coordination: ValkeyCoordination, *, counts_touches: bool, **settings: Any) -> None:
         super().__init__(**settings)
         self._coordination = coordination
         self._counts_touches = counts_touches
@@ -125,13 +125,15 @@ class CoordinatedIndex(SharedIndex):
             self._learn_present(heard.stored, now + self._present_ttl)
             self._left.stored(heard.stored)
         lapsed = self._left.take_lapsed(now)
-        return Hints(() if heard is None else heard.touched, lapsed) if heard is not None or lapsed else NO_HINTS
+        if heard is None and not lapsed:
+            return super().take_hints(now)
+        return Hints(() if heard is None else heard.touched, lapsed)
 
     def declined(self, keys: Sequence[OffloadKey], admitted: Sequence[int]) -> None:
         if self._counts_touches:
             taken = set(admitted)
             keys = [key for position, key in enumerate(keys) if position not in taken]
-            self._coordination.declined(keys, object_names(self._prefix, keys))
+            self._coordination.declined(keys, list(map(self.place_of, keys)))
 
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         plan = super().plan_store(keys, now)

@@ -12,17 +12,18 @@ from tests.block_tier.rig import CTX, K
 from tiering.api.keys import OffloadKey
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import TemporaryStoreError
-from tiering.index.coordinated import CoordinatedIndex, LeftBlocks
-from tiering.index.coordination import CLAIM_SECONDS, Claim, Coordination, Heard, Inbox
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.clock import FakeClock
+from tiers.coordination.coordinated import CLAIM_SECONDS, CoordinatedIndex, LeftBlocks
+from tiers.coordination.coordination import ValkeyCoordination
+from tiers.coordination.scope import Claim, Heard, Inbox
 
 LAPSE = 10.0
 
 
-class FakeCoordination(Coordination):
+class FakeCoordination(ValkeyCoordination):
     """Coordination whose answers a test gives."""
 
     def __init__(self) -> None:
