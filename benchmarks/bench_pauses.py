@@ -37,12 +37,12 @@ from benchmarks.harness import Bench
 from tiering.index.slots import SlotIndex, SlotsSlice
 from tiering.medium.files import Files
 from tiering.table.disposal import DISPOSAL
-from tiers.local.checkpoint import CheckpointWriter
+from tiers.local.checkpoint import CheckpointWriter, WrittenMarks
 from tiers.local.checkpoints import SLICE_SLOTS
 from tiers.local.feed import MERGE_BLOCKS
-from tiers.local.marks import WrittenMarks
+from tiers.local.layout import SegmentGeometry
 from tiers.local.recovery import RecoveredBatch, recover, remember
-from tiers.local.segments import SegmentGeometry, Segments
+from tiers.local.segments import Segments
 
 BATCH = 64
 ROUNDS = 3

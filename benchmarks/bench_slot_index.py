@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.harness import Bench, Sample, ratio
 from tiering.index.slots import SlotIndex
 from tiering.medium.files import Files
-from tiers.local.checkpoint import CheckpointWriter
+from tiers.local.checkpoint import CheckpointWriter, WrittenMarks
 from tiers.local.checkpoints import SLICE_SLOTS
-from tiers.local.marks import WrittenMarks
+from tiers.local.layout import SegmentGeometry
 from tiers.local.recovery import recover, remember
-from tiers.local.segments import SegmentGeometry, Segments
+from tiers.local.segments import Segments
 
 RUN = 64
 BATCH = 64

@@ -12,7 +12,7 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.epochs.nearest import log_nearest
 from tiering.epochs.opener import Opener
 from tiering.testing.faults import DictStore
-from tiers.local.segments import SegmentGeometry
+from tiers.local.layout import SegmentGeometry
 from tiers.local.store import LocalStore
 
 CAPACITY = 16 << 20

@@ -19,7 +19,7 @@ from tiering.cli import bench, driver, measure
 from tiering.cli.bench import break_evens
 from tiering.cli.measure import Measured, Plan, measure_tier
 from tiers.local.admin import LocalAdmin
-from tiers.local.device_speed import device_speed
+from tiers.local.device import device_speed
 from tiers.local.local_options import LocalOptions
 
 SHORT = ("--block-bytes", "64KiB", "--depth", "1", "--depth", "4", "--bytes", "2MiB", "--seconds", "500ms")

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from tiering.tier import Files, TierAdmin, TierContext, TierDefinition
 from tiers.local.checkpoint import Checkpoint, CheckpointWriter, read_checkpoint
-from tiers.local.layout import tier_directory
+from tiers.local.layout import SegmentGeometry, tier_directory
 from tiers.local.local_options import LocalOptions
-from tiers.local.segments import SegmentGeometry
 from tiers.local.store import LocalStore
 from tiers.local.tier import LocalTier
 

@@ -41,14 +41,12 @@ from tiering.tier import (
     store_errors,
 )
 from tiers.local.checkpoint import CHECKPOINT_NAME
-from tiers.local.device_speed import device_speed
-from tiers.local.direct import probe_direct
+from tiers.local.device import device_speed, probe_direct
 from tiers.local.documents import remove_durably
-from tiers.local.layout import DIRECTORY_MODE, PAGE, tier_directory
+from tiers.local.layout import DIRECTORY_MODE, PAGE, parse_segment, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import DirectoryLock, contains, owner_of
 from tiers.local.probes import nearest_existing, probe_directory
-from tiers.local.segments import parse_segment
 
 SCRATCH = ".kv-tiering-scratch-"
 """Begins the names of scratch directories. A later command removes those of commands that were killed."""

@@ -1,10 +1,10 @@
-"""The checkpoint: a local tier's block table at one moment, in one file.
+"""The checkpoint: a local tier's block table at one moment, in one file, and marks of what was written since.
 
 With a checkpoint, a restart need not read a million headers. The index is copied slice by slice while the tier works,
 and each slice is written before the next one is copied (:class:`CheckpointWriter`). Three kinds of slots are read again
 at a restart:
 
-- slots in segments written after the generation began, which are marked (:mod:`tiers.local.marks`);
+- slots in segments written after the generation began, which are marked;
 - slots that were being written when they were copied, which the checkpoint lists;
 - slots in segments whose files have changed: the checkpoint has the inode of each and the time of its last write.
 
@@ -17,13 +17,20 @@ everything: of the rest of the file, then of the header. A file that is not enti
 
 Version 2 has no pieces: all held blocks come least recently used first, without the numbers, then the slots that were
 being written and the foreign ones. Its checksum begins with the header.
+
+Marks are on disk before the first write into each segment. A *generation* begins just before the index is copied for a
+checkpoint, which names the generation. The file ``written-<generation>`` has a header and one byte per segment. The byte
+is not zero if the segment was written or about to be written.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +40,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from tiering.tier import Files, SlotsSlice, fresh_name
-from tiers.local.segments import SegmentGeometry
+from tiers.local.layout import SegmentGeometry
 
 CHECKPOINT_NAME = "checkpoint"
 
@@ -49,6 +56,12 @@ It leaves room for checkpoints that were written with a far larger capacity.
 """
 _MOST_BESIDE = 16 << 20
 _VERSION = 3
+
+_MARKS = struct.Struct("<8sQQII")
+_MARKED = b"KVTMARK1"
+_WRITTEN = "written-"
+_WRITTEN_NAME = re.compile(rf"{_WRITTEN}(0|[1-9][0-9]{{0,17}})")
+_MOST_MARKS_BYTES = 16 << 20
 
 Slots = NDArray[np.int32]
 FileState = tuple[int, int]
@@ -281,3 +294,142 @@ def _parse(geometry: SegmentGeometry, version: int, data: memoryview) -> Checkpo
         foreign,
         dict(zip(numbers.tolist(), map(tuple, states.reshape(-1, 2).tolist()), strict=True)),
     )
+
+
+class _Generation:
+    __slots__ = ("fd", "lock", "marked")
+
+    def __init__(self, fd: int, marked: set[int]) -> None:
+        self.fd = fd
+        self.marked = marked
+        self.lock = threading.Lock()
+
+
+class WrittenMarks:
+    """The marks of one directory. Any thread may call :meth:`mark`. Methods raise :class:`OSError`.
+
+    Args:
+        directory: the tier's directory.
+        geometry: the shape of the segments.
+        files: file operations to use.
+        durable: marks survive a loss of power, not only the death of the process.
+    """
+
+    def __init__(self, directory: Path, geometry: SegmentGeometry, files: Files, *, durable: bool) -> None:
+        self._directory = directory
+        self._geometry = geometry
+        self._files = files
+        self._durable = durable
+        self._current: _Generation | None = None
+        self.generation = 0
+        """Number of the current generation."""
+        self.marked: Container[int] = range(geometry.max_segments)
+        """Segments that need no :meth:`mark` before a write.
+
+        Those are the ones that are marked in the current generation; all segments before the first generation.
+        """
+
+    def mark(self, segment: int) -> None:
+        """Mark ``segment`` before a write into it. Callers may leave out the call for :attr:`marked` segments."""
+        current = self._current
+        if current is None:
+            return
+        with current.lock:
+            if segment not in current.marked:
+                self._files.write_all(current.fd, memoryview(b"\1"), _MARKS.size + segment)
+                if self._durable:
+                    self._files.fdatasync(current.fd)
+                current.marked.add(segment)
+
+    def begin(self) -> int:
+        """Begin a new generation with nothing marked, and return its number.
+
+        Older generations stay until :meth:`drop_before`.
+        """
+        number = max([self.generation, *self._numbers()]) + 1
+        geometry = self._geometry
+        header = _MARKS.pack(_MARKED, number, geometry.slot_bytes, geometry.slots_per_segment, geometry.max_segments)
+        path = self._path(number)
+        self._files.replace(path, [header, bytes(geometry.max_segments)], durable=self._durable)
+        self._use(number, self._files.open(path, os.O_RDWR), set())
+        return number
+
+    def resume(self, generation: int) -> set[int] | None:
+        """Return the segments written since ``generation`` began, or None if they are unknown.
+
+        Marking continues in the newest generation.
+        """
+        # The next generation must be later than this one, even if the file of this one is lost.
+        self.generation = max(self.generation, generation)
+        later = [number for number in self._numbers() if number >= generation]
+        if generation not in later:
+            return None
+        marked: set[int] = set()
+        for number in later:
+            found = self._read(number)
+            if found is None:
+                return None
+            marked |= found
+        newest = max(later)
+        try:
+            fd = self._files.open(self._path(newest), os.O_RDWR)
+        except OSError as error:
+            if error.errno == errno.EEXIST:
+                # The file is not this tier's alone. The next checkpoint begins another one.
+                return None
+            if error.errno != errno.EROFS:
+                raise
+            return marked
+        self._use(newest, fd, self._read(newest) or set())
+        return marked
+
+    def drop_before(self, generation: int) -> None:
+        """Delete older generations, because the checkpoint of ``generation`` is complete."""
+        for number in self._numbers():
+            if number < generation:
+                self._files.unlink(self._path(number))
+
+    def close(self) -> None:
+        """Stop marking. No write may be running."""
+        current, self._current = self._current, None
+        if current is not None:
+            self._files.close(current.fd)
+
+    def _use(self, number: int, fd: int, marked: set[int]) -> None:
+        # A write that uses the generation before this one was planned before the copy of the index. The checkpoint
+        # names the slot of that write itself, so the write needs no mark.
+        before, self._current = self._current, _Generation(fd, marked)
+        self.marked = marked
+        self.generation = number
+        if before is not None:
+            with before.lock:
+                before.marked.update(range(self._geometry.max_segments))
+                self._files.close(before.fd)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{_WRITTEN}{number}"
+
+    def _numbers(self) -> list[int]:
+        with os.scandir(self._directory) as entries:
+            return [int(match[1]) for entry in entries if (match := _WRITTEN_NAME.fullmatch(entry.name)) is not None]
+
+    def _read(self, number: int) -> set[int] | None:
+        """Return the marks of generation ``number``; None if the file is not valid."""
+        geometry = self._geometry
+        try:
+            data = self._files.read_all(self._path(number), _MOST_MARKS_BYTES)
+        except OSError:
+            return None
+        if len(data) < _MARKS.size:
+            return None
+        magic, written, slot_bytes, slots, segments = _MARKS.unpack_from(data)
+        if (magic, written, slot_bytes, slots) != (
+            _MARKED,
+            number,
+            geometry.slot_bytes,
+            geometry.slots_per_segment,
+        ):
+            return None
+        if len(data) < _MARKS.size + segments:
+            return None
+        return {segment for segment, byte in enumerate(data[_MARKS.size :]) if byte}

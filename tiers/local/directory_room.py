@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiers.local.layout import FRESH, PAGE, entries_of, used_bytes
-from tiers.local.segments import Segments, parse_segment
+from tiers.local.layout import FRESH, PAGE, entries_of, parse_segment, used_bytes
+from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")
 

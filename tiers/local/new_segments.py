@@ -14,9 +14,9 @@ from collections.abc import Collection
 
 from tiering import OutOfSpaceError
 from tiering.tier import Flag, store_error
+from tiers.local.checkpoint import WrittenMarks
 from tiers.local.directory_room import UNRESERVED, Room
 from tiers.local.layout import FRESH, used_bytes_of_few
-from tiers.local.marks import WrittenMarks
 from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")

@@ -13,11 +13,11 @@ from pathlib import Path
 from tiering import ConfigError
 from tiering.tier import Files, Finding, Severity, format_bytes
 from tiers.local.checkpoint import CHECKPOINT_NAME
-from tiers.local.direct import probe_direct
-from tiers.local.layout import DIRECTORY_MODE, REPLICA_PREFIX, used_bytes
+from tiers.local.device import probe_direct
+from tiers.local.layout import DIRECTORY_MODE, REPLICA_PREFIX, SegmentGeometry, used_bytes
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import LOCK_NAME, owner_of
-from tiers.local.segments import MAX_OPEN, SegmentGeometry
+from tiers.local.segments import MAX_OPEN
 
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})

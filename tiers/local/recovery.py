@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from tiering import StoreError
 from tiering.tier import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, RateLimit, Rows, parse_header, store_error
-from tiers.local.checkpoint import Checkpoint, read_checkpoint
+from tiers.local.checkpoint import Checkpoint, WrittenMarks, read_checkpoint
 from tiers.local.layout import PAGE
-from tiers.local.marks import WrittenMarks
 from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")

@@ -1,4 +1,8 @@
-"""The segment files: their shape, reads and writes of runs of slots, descriptors, and damage."""
+"""The segment files: reads and writes of runs of slots, descriptors, syncs, and damage.
+
+The kernel reports a failed write-back once per descriptor; the next sync succeeds although data was lost. A ledger
+therefore records which writes a successful sync covers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import stat
 import threading
 from collections import deque
@@ -15,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tiering import ConfigError
+from tiering import DeviceError
 from tiering.tier import Files
-from tiers.local.layout import PAGE, entries_of
-from tiers.local.syncs import SyncLedger
+from tiers.local.layout import PAGE, SegmentGeometry, entries_of
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -40,112 +42,63 @@ answered those a tenth slower than requests of half a megabyte. Slots above this
 
 _DROP_AFTER = 64 << 20
 
-_NUMBER = "(0|[1-9][0-9]{0,15})"
-_SEGMENT = re.compile(rf"slots-{_NUMBER}-{_NUMBER}-([0-9]{{6,16}})")
-_MIN_SEGMENTS = 4
-MAX_SEGMENTS = 65_536
-"""Most segments of one directory, unless they have at least :data:`LARGE_SEGMENT` bytes."""
-LARGE_SEGMENT = 1 << 30
-"""Bytes of a segment that is large enough for a disk of any size."""
-_BOOKKEEPING_PER_SLOT = 256
-"""Bytes of bookkeeping per slot: a key and a few numbers in each of two checkpoints (old and new)."""
-_BOOKKEEPING = 64 * 1024
+
+class UnsyncedError(DeviceError):
+    """A sync failed after this block was written. This or another block of its file is not on the device."""
 
 
-def _least_capacity(slot_bytes: int) -> int:
-    """Return the smallest capacity that holds one slot of this size, in bytes."""
-    return slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
+class SyncLedger:
+    """The syncs of one file, one at a time. Any thread may call.
 
+    After a failed sync, every write since the last successful sync is suspect, on all threads.
+    """
 
-@dataclass(frozen=True, slots=True)
-class SegmentGeometry:
-    """The shape of the segments."""
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed = 0
+        self._begun = 0
+        self._succeeded = 0
+        """Number of the last successful sync."""
 
-    slot_bytes: int
-    """Bytes of a slot, header included."""
-    slots_per_segment: int
-    """Slots of a segment."""
-    max_segments: int
-    """Segments that the capacity allows."""
+    def begin_write(self) -> int:
+        """Return a ticket for :meth:`end_write`. Call this before the write."""
+        return self._failed
 
-    @classmethod
-    def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> SegmentGeometry:
-        """Return the shape for blocks of at most ``block_bytes``.
-
-        The shape depends on ``capacity`` only if that is below four segments. A larger capacity can therefore grow and
-        shrink with its blocks kept.
+    def end_write(self, ticket: int, sync: Callable[[], None]) -> None:
+        """Return once the writes since :meth:`begin_write` are durable.
 
         Args:
-            capacity: bytes of everything in the directory.
-            block_bytes: bytes of the largest block, without header.
-            segment_size: bytes of a segment if the capacity allows four of them.
+            ticket: the result of :meth:`begin_write`.
+            sync: syncs the file. Not called if another thread's sync covers the writes.
 
         Raises:
-            ConfigError: ``capacity`` is below one block, or makes more than :data:`MAX_SEGMENTS` small segments.
+            OSError: ``sync`` raised it, or another sync of this file failed since :meth:`begin_write`.
         """
-        slot_bytes = PAGE + -(-block_bytes // PAGE) * PAGE
-        usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
-        if usable < slot_bytes:
-            least = _least_capacity(slot_bytes)
-            raise ConfigError(
-                f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so set at least {least}"
-            )
-        target = segment_size
-        if usable < _MIN_SEGMENTS * target:
-            target = usable // _MIN_SEGMENTS
-        slots = max(1, target // slot_bytes)
-        if usable // (slots * slot_bytes) > MAX_SEGMENTS and segment_size < LARGE_SEGMENT:
-            least = min(-(-usable // (slot_bytes * MAX_SEGMENTS)) * slot_bytes, LARGE_SEGMENT)
-            raise ConfigError(
-                f"segment_size: {segment_size} bytes would make {usable // (slots * slot_bytes)} segment files in a "
-                f"capacity of {capacity} bytes; at most {MAX_SEGMENTS} are allowed, so set at least {least}"
-            )
-        return cls(slot_bytes, slots, usable // (slots * slot_bytes))
+        begun = self._begun
+        with self._lock:
+            if self._failed == ticket and self._succeeded <= begun:
+                self._run(sync)
+            if self._failed != ticket:
+                raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} in a sync that ran for another write")
 
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes of a segment file."""
-        return self.slot_bytes * self.slots_per_segment
+    def sync(self, sync: Callable[[], None]) -> None:
+        """Call ``sync`` for a reason other than a write's durability.
 
-    @property
-    def least_capacity(self) -> int:
-        """Smallest capacity that holds a block, in bytes."""
-        return _least_capacity(self.slot_bytes)
+        Raises:
+            OSError: ``sync`` raised it. Writes that wait for a sync of this file fail, too.
+        """
+        with self._lock:
+            self._run(sync)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots that the capacity allows."""
-        return self.slots_per_segment * self.max_segments
-
-    @property
-    def bad_slots_document(self) -> str:
-        """Name of the document that lists the bad slots of segments of this shape."""
-        return f"bad-slots-{self.slot_bytes}-{self.slots_per_segment}"
-
-    def locate(self, slot: int) -> tuple[int, int]:
-        """Return (segment, byte offset in the segment) of ``slot``."""
-        segment, position = divmod(slot, self.slots_per_segment)
-        return segment, position * self.slot_bytes
-
-    def segment_name(self, number: int) -> str:
-        """Return the file name of segment ``number``."""
-        return f"slots-{self.slot_bytes}-{self.slots_per_segment}-{number:06d}"
-
-    def segment_number(self, name: str) -> int | None:
-        """Return the number of the segment file ``name``; None if the name is not one of this shape."""
-        slot_bytes, slots, number = parse_segment(name) or (0, 0, 0)
-        return number if (slot_bytes, slots) == (self.slot_bytes, self.slots_per_segment) else None
-
-
-def parse_segment(name: str) -> tuple[int, int, int] | None:
-    """Return slot bytes, slots and number of the segment file ``name`` of any shape; None for other names.
-
-    A copy with another ending or other digits is not a segment.
-    """
-    match = _SEGMENT.fullmatch(name)
-    if match is None or f"{int(match[3]):06d}" != match[3]:
-        return None
-    return int(match[1]), int(match[2]), int(match[3])
+    def _run(self, sync: Callable[[], None]) -> None:
+        self._begun += 1
+        number = self._begun
+        try:
+            sync()
+        except OSError:
+            self._failed += 1
+            raise
+        self._succeeded = number
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,15 @@ from pathlib import Path
 
 from tiering import DeviceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
 from tiering.tier import BatchStore, BlockIO, Done, Files, Outcome, StoreTraits, store_error, store_errors
-from tiers.local.direct import probe_direct
+from tiers.local.checkpoint import WrittenMarks
+from tiers.local.device import probe_direct
 from tiers.local.directory_room import Room
 from tiers.local.documents import Documents
-from tiers.local.layout import PAGE, mount_point
+from tiers.local.layout import PAGE, SegmentGeometry, mount_point
 from tiers.local.lock import DirectoryLock
-from tiers.local.marks import WrittenMarks
 from tiers.local.new_segments import NewSegments, SegmentPace
 from tiers.local.recovery import Remembered, remember
-from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Read, SegmentGeometry, Segments
-from tiers.local.syncs import UnsyncedError
+from tiers.local.segments import BUFFERS_PER_CALL, READ_CALL, Damage, Read, Segments, UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
 

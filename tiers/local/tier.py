@@ -34,13 +34,12 @@ from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
 from tiers.local.growth import Growth
 from tiers.local.inspections import Inspections
-from tiers.local.layout import tier_directory
+from tiers.local.layout import SegmentGeometry, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.parts import LocalParts
 from tiers.local.recovery import Remembered, recover
-from tiers.local.segments import Damage, SegmentGeometry
+from tiers.local.segments import Damage, UnsyncedError
 from tiers.local.store import Inspection, LocalStore
-from tiers.local.syncs import UnsyncedError
 
 logger = logging.getLogger("kv_tiering.local")
 

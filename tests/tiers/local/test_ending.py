@@ -14,9 +14,8 @@ from tiers.local import checkpoints
 from tiers.local import feed as feed_module
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
-from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
-from tiers.local.marks import WrittenMarks
-from tiers.local.segments import SegmentGeometry
+from tiers.local.checkpoint import CHECKPOINT_NAME, WrittenMarks, read_checkpoint
+from tiers.local.layout import SegmentGeometry
 
 K = [key_of(number) for number in range(64)]
 

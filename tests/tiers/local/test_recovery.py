@@ -27,8 +27,7 @@ from tiers.local import checkpoints as checkpoints_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, Checkpoint, CheckpointWriter, read_checkpoint
 from tiers.local.feed import RecoveryFeed
-from tiers.local.layout import PAGE
-from tiers.local.segments import SegmentGeometry
+from tiers.local.layout import PAGE, SegmentGeometry
 
 K = [key_of(number) for number in range(128)]
 

@@ -27,10 +27,9 @@ from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
 from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
-from tiers.local.layout import PAGE, used_bytes, used_bytes_of_few
-from tiers.local.marks import WrittenMarks
+from tiers.local.checkpoint import WrittenMarks
+from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
 from tiers.local.new_segments import SegmentPace
-from tiers.local.segments import MAX_SEGMENTS
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiering.medium.files import Files
-from tiers.local.segments import SegmentGeometry
+from tiers.local.layout import SegmentGeometry
 from tiers.local.store import LocalStore
 
 

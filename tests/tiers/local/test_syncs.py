@@ -19,7 +19,7 @@ from tiering.testing.keys import key_of
 from tiers.local import LocalStore, SegmentGeometry, bad_slots
 from tiers.local import segments as segments_module
 from tiers.local.layout import PAGE
-from tiers.local.syncs import SyncLedger
+from tiers.local.segments import SyncLedger
 
 GEOMETRY = SegmentGeometry.plan(1 << 20, BLOCK_BYTES, 1 << 20)
 WRITERS = 20
