@@ -1,4 +1,4 @@
-"""The checkpoint: a local tier's block table at one moment, in one file, and marks of what was written since.
+"""The checkpoint: a local tier's block table at one moment, and the marks of later writes.
 
 With a checkpoint, a restart need not read a million headers. The index is copied slice by slice while the tier works,
 and each slice is written before the next one is copied (:class:`CheckpointWriter`). Three kinds of slots are read again
@@ -19,7 +19,7 @@ Version 2 has no pieces: all held blocks come least recently used first, without
 being written and the foreign ones. Its checksum begins with the header.
 
 Marks are on disk before the first write into each segment. A *generation* begins just before the index is copied for a
-checkpoint, which names the generation. The file ``written-<generation>`` has a header and one byte per segment. The byte
+checkpoint, which names the generation. The file ``written-<generation>`` has a header and one byte per segment, which
 is not zero if the segment was written or about to be written.
 """
 

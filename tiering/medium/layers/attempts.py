@@ -15,7 +15,10 @@ from tiering.secondary.options import RetryOptions
 
 @dataclass(slots=True)
 class IoStats:
-    """Counters of a tier's I/O since the start; its threads write, and the scheduler's thread reads without a lock."""
+    """Counters of a tier's I/O since the start.
+
+    Its threads write, and the scheduler's thread reads without a lock.
+    """
 
     read_bytes: int = 0
     """Bytes read from the medium, headers included."""

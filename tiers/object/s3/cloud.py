@@ -90,7 +90,7 @@ class S3Cloud(Cloud):
         return self._client(version)
 
     def _client(self, if_match: str | None) -> S3Store:
-        """Return a new client; None: without a condition, else the ETag that objects must have for its requests."""
+        """Return a new client, whose requests have the condition ``if_match`` (an ETag) unless that is None."""
         options = self.options
         config: S3Config = {
             "region": options.region or self._credentials.region or DEFAULT_REGION,

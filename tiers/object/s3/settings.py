@@ -1,4 +1,4 @@
-"""Settings of a bucket through boto3, for which obstore has no call: lifecycle rules, versioning and the clock."""
+"""Settings of a bucket through boto3: lifecycle rules, versioning and the clock."""
 
 from __future__ import annotations
 
