@@ -189,6 +189,8 @@ def _read(bench: Bench, geometry: SegmentGeometry, longest: Longest, count: int)
     def read() -> None:
         remembered = replace(remember(segments, marks), segments=everything, changed=frozenset())
         for batch in recover(segments, remembered, bytes(16), threading.Event()):
+            if isinstance(batch, Exception):
+                raise batch
             batches.put(batch)
         batches.put(None)
 

@@ -129,6 +129,8 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
         everything = tuple(range(geometry.max_segments))
         remembered = replace(remember(segments, reopened), segments=everything, changed=frozenset())
         for batch in recover(segments, remembered, bytes(16), threading.Event()):
+            if isinstance(batch, Exception):
+                raise batch
             step = time.perf_counter()
             fresh.add_free(batch.free)
             longest = max(longest, time.perf_counter() - step)

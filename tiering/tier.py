@@ -72,7 +72,6 @@ from tiering.secondary.options import (
 )
 from tiering.secondary.tier_stats import TierStats
 from tiering.table.disposal import Table
-from tiering.table.row_array import row_array
 
 __all__ = [
     "HEADER_BYTES",
@@ -155,7 +154,6 @@ __all__ = [
     "parse_header",
     "parse_place",
     "record_secrets",
-    "row_array",
     "store_error",
     "store_errors",
 ]

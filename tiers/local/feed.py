@@ -1,7 +1,7 @@
 """The merging of recovered blocks into a tier's index, on the scheduler's thread.
 
-Batches come from the I/O side and are merged in bounded pieces per step. A failed recovery is tried again, with growing
-waits, without a limit. Until it succeeds, the slots that recovery has not returned stay unused.
+Batches come from the I/O side and are merged in bounded pieces per step. A recovery that fails goes on where it was,
+after growing waits, without a limit. Until it succeeds, the slots that recovery has not returned stay unused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from inspect import GEN_CLOSED, getgeneratorstate
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiering.tier import SEQUENCE, Backoff, Chore, OffloadKey, TierStats, row_array
+from tiering.tier import SEQUENCE, Backoff, Chore, OffloadKey, TierStats
 from tiers.local.parts import LocalParts
-from tiers.local.recovery import RecoveredBatch, without
+from tiers.local.recovery import RecoveredBatch, Recovery
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -32,8 +27,6 @@ MERGE_SECONDS = 0.002
 """Approximate limit of the time for merging in one step, in seconds."""
 
 _BATCHES_AHEAD = 2
-
-Recovery: TypeAlias = Generator[RecoveredBatch, None, None]
 
 
 class RecoveryFeed(Chore):
@@ -64,15 +57,10 @@ class RecoveryFeed(Chore):
         self._stats = stats
         self._announce = announce
         self._on_end = on_end
-        self._begin_again: Callable[[NDArray[np.bool_]], Recovery] | None = None
         self._recovery: Recovery | None = None
         self._complete = False
-        self._resumed = False
-        """True if the running recovery follows one that ended with an error."""
         self._interruptions = 0
-        """Number of recoveries of this directory that ended with an error."""
-        self._returned: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        """Mask of the slots that recovery has returned."""
+        """Number of errors of this recovery."""
         self._batches: deque[RecoveredBatch] = deque()
         self._merged = 0
         """Number of blocks of the first batch that are merged already."""
@@ -82,17 +70,10 @@ class RecoveryFeed(Chore):
         """True until everything is merged."""
         return self._recovery is not None
 
-    def begin(self, recover: Callable[[NDArray[np.bool_] | None], Recovery]) -> None:
-        """Begin a recovery.
-
-        Args:
-            recover: returns the recovery's batches; called with None first, and again after an error, with a mask of
-                the slots that were already returned.
-        """
-        self._returned = row_array(self._index.num_slots, np.bool_)
-        self._begin_again = recover
-        self._recovery = recover(None)
-        self._complete = self._resumed = self.foreign = False
+    def begin(self, recovery: Recovery) -> None:
+        """Begin a recovery."""
+        self._recovery = recovery
+        self._complete = self.foreign = False
         self._interruptions = 0
         self._index.begin_recovery()
         self.start()
@@ -109,7 +90,7 @@ class RecoveryFeed(Chore):
         """
         if not self.active:
             return
-        self._recovery = self._begin_again = None
+        self._recovery = None
         self._batches.clear()
         self._merged = 0
         self.succeeded()
@@ -130,49 +111,28 @@ class RecoveryFeed(Chore):
 
     def _fetch(self) -> None:
         """Request the next batch, unless enough batches are waiting."""
-        if self._recovery is None or self._begin_again is None or self._stop.is_set():
-            return
-        if self._complete or len(self._batches) >= _BATCHES_AHEAD:
-            return
-        if getgeneratorstate(self._recovery) == GEN_CLOSED:
-            # The last recovery ended with an error. The next one leaves out the slots that were already returned.
-            self._recovery = self._begin_again(self._returned)
-            self._resumed = True
         recovery = self._recovery
-        self.run(lambda: next(recovery, None), self._fetched)
-
-    def _fetched(self, batch: RecoveredBatch | None, error: BaseException | None) -> None:
-        if not self.active:
+        if recovery is None or self._stop.is_set():
             return
-        if error is not None:
+        if not self._complete and len(self._batches) < _BATCHES_AHEAD:
+            self.run(lambda: next(recovery, None), self._fetched)
+
+    def _fetched(self, batch: RecoveredBatch | Exception | None, error: BaseException | None) -> None:
+        if not self.active or (self._stop.is_set() and batch is None):
+            return
+        if not isinstance(batch, RecoveredBatch):
             self._interruptions += 1
             if self._interruptions == 1:
                 logger.warning(
                     "tier %s: recovery is interrupted and is tried again until it is complete; slots that were not "
                     "read stay unused: %s",
                     self._name,
-                    error,
+                    batch or error,
                 )
             self.failed()
             return
-        if batch is not None:
-            self._take(batch)
-            return
-        # A recovery that was stopped may be incomplete. The other slots stay unseen, and no checkpoint is written
-        # without them.
-        if not self._stop.is_set():
-            self._complete = True
-            self.succeeded()
-            self._end()
-
-    def _take(self, batch: RecoveredBatch) -> None:
-        if self._resumed:
-            batch = without(batch, self._returned)
-        slots = (batch.slots, batch.free, batch.foreign)
-        if self.failures and any(map(len, slots)):
-            self.succeeded()
-        for returned in slots:
-            self._returned[returned] = True
+        self.succeeded()
+        self._complete = batch.last
         self._batches.append(batch)
         self._merge()
         self.start()
@@ -221,8 +181,7 @@ class RecoveryFeed(Chore):
             return
         if self._interruptions:
             logger.info("tier %s: recovery is complete after %d interruption(s)", self._name, self._interruptions)
-        self._recovery = self._begin_again = None
-        self._returned = np.zeros(0, np.bool_)
+        self._recovery = None
         self.foreign = False
         self._index.end_recovery()
         self._on_end()

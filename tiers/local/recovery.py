@@ -12,14 +12,15 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering import StoreError
 from tiering.tier import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, RateLimit, Rows, parse_header, store_error
 from tiers.local.checkpoint import Checkpoint, WrittenMarks, read_checkpoint
 from tiers.local.layout import PAGE
@@ -34,6 +35,8 @@ The scheduler's thread waits for the interpreter lock while a batch is put toget
 """
 SCAN_THREADS = 8
 """Threads that read headers at the same time."""
+
+T = TypeVar("T")
 
 _PIECE_SLOTS = 256
 _GROUP_SLOTS = 65536
@@ -61,23 +64,12 @@ class RecoveredBatch:
     """True if the blocks come from headers, not from the checkpoint."""
     lost: int = 0
     """Number of blocks that the checkpoint names and that are gone."""
+    last: bool = False
+    """True if no batch follows; default: False. A recovery that is stopped has no last batch."""
 
 
-def without(batch: RecoveredBatch, known: NDArray[np.bool_]) -> RecoveredBatch:
-    """Return ``batch`` without the slots in the mask ``known``, and without its lost blocks.
-
-    An earlier recovery, which ended with an error, has already returned these slots and counted the lost blocks.
-    """
-    fresh = ~known[batch.slots]
-    return replace(
-        batch,
-        keys=list(compress(batch.keys, fresh.tolist())),
-        slots=batch.slots[fresh],
-        sequences=batch.sequences[fresh],
-        free=batch.free[~known[batch.free]],
-        foreign=batch.foreign[~known[batch.foreign]],
-        lost=0,
-    )
+Recovery: TypeAlias = Generator[RecoveredBatch | Exception, None, None]
+"""Batches, and the reasons why headers cannot be read now: they are read again before the next item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +117,19 @@ def recover(
     remembered: Remembered,
     fingerprint: bytes,
     stop: threading.Event,
-    known: NDArray[np.bool_] | None = None,
-) -> Generator[RecoveredBatch, None, None]:
+) -> Recovery:
     """Return the blocks of one namespace in the segments that existed when the directory was opened.
 
     A header that the device cannot read counts as no block. Errors that may pass, such as too many open files, are
-    raised instead.
+    yielded instead, and the recovery goes on where it was.
 
     Args:
         segments: the segment files.
         remembered: the directory's state when it was opened.
         fingerprint: fingerprint of the namespace and epoch.
         stop: ends the recovery early; the remaining slots stay unseen.
-        known: mask of slots that an earlier recovery, which ended with an error, has returned; default: there was no
-            earlier recovery, and the state of the directory is logged. These slots may be returned again.
-
-    Raises:
-        TemporaryStoreError: headers cannot be read for a reason that may pass.
     """
-    recovery = _Recovery(segments, remembered.segments, fingerprint, stop, known)
+    recovery = _Recovery(segments, remembered.segments, fingerprint, stop)
     checkpoint = remembered.checkpoint
     if isinstance(checkpoint, Checkpoint):
         if checkpoint.fingerprint != fingerprint:
@@ -152,7 +138,7 @@ def recover(
             checkpoint = "what was written since is not known"
         else:
             return recovery.from_checkpoint(checkpoint, remembered.marked, remembered.changed)
-    if remembered.segments and known is None:
+    if remembered.segments:
         logger.info("%s: the checkpoint is not used (%s); reading all headers", segments.directory, checkpoint)
     return recovery.scan_all()
 
@@ -164,9 +150,7 @@ class _Recovery:
         numbers: Sequence[int],
         fingerprint: bytes,
         stop: threading.Event,
-        known: NDArray[np.bool_] | None,
     ) -> None:
-        self._known = known
         self._segments = segments
         self._geometry = segments.geometry
         self._fingerprint = fingerprint
@@ -176,9 +160,7 @@ class _Recovery:
 
     # ------------------------------------------------------------------------------------------------------- checkpoint
 
-    def from_checkpoint(
-        self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]
-    ) -> Generator[RecoveredBatch, None, None]:
+    def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]) -> Recovery:
         there, clean = self._slots_mask(self._numbers), self._slots_mask({*self._numbers} - marked - changed)
         doubtful = checkpoint.written[_within(checkpoint.written, clean)].astype(np.int64)
         clean[doubtful] = False
@@ -187,10 +169,10 @@ class _Recovery:
         foreign = checkpoint.foreign[_within(checkpoint.foreign, unclaimed)].astype(np.int64)
         unclaimed[foreign] = False
         lost = len(checkpoint) - int(np.count_nonzero(_within(checkpoint.slots, there)))
-        if lost and self._known is None:
+        if lost:
             text = "%s: %d block(s) are lost: their segments are gone, or beyond the capacity"
             logger.warning(text, self._segments.directory, lost)
-        if changed and self._known is None:
+        if changed:
             text = "%s: %d segment(s) are not the files in the checkpoint; reading their headers"
             logger.warning(text, self._segments.directory, len(changed))
         yield RecoveredBatch(seen=checkpoint.sequence, lost=lost)
@@ -199,7 +181,8 @@ class _Recovery:
         found = _Found(checkpoint)
         doubted = marked | changed
         for unsure in (doubtful, *(self._slots_of(number) for number in self._numbers if number in doubted)):
-            found.add(unsure, self._scan(unsure), self._fingerprint)
+            headers = yield from _repeated(partial(self._scan, unsure))
+            found.add(unsure, headers, self._fingerprint)
         if self._stop.is_set():
             return
         for keys, slots in checkpoint.key_batches(BATCH_BLOCKS):
@@ -212,6 +195,7 @@ class _Recovery:
             yield RecoveredBatch(keys, slots.astype(np.int64), np.full(len(slots), checkpoint.sequence, np.uint64))
         found.settle(self._slots_mask(changed))
         yield from found.batches()
+        yield RecoveredBatch(last=True)
 
     def _slots_mask(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
         mask = np.zeros(self._geometry.num_slots, np.bool_)
@@ -225,30 +209,24 @@ class _Recovery:
 
     # ------------------------------------------------------------------------------------------------------------- scan
 
-    def scan_all(self) -> Generator[RecoveredBatch, None, None]:
+    def scan_all(self) -> Recovery:
         """Yield all blocks, read from the headers of every segment.
 
         Blocks are sorted within groups of segments; the segments written last come last. The first blocks are served
         long before the end of the scan.
         """
         found = _Found()
-        modified = self._segments.modified()
+        modified = yield from _repeated(self._segments.modified)
         for number in sorted(self._numbers, key=lambda number: modified.get(number, (0, 0))[1]):
             slots = self._slots_of(number)
-            if self._known is not None and self._known[slots].all():
-                continue
-            try:
-                headers = self._scan(slots)
-            except StoreError:
-                yield from found.batches()
-                raise
+            headers = yield from _repeated(partial(self._scan, slots), found.batches)
             found.add(slots, headers, self._fingerprint)
             if self._stop.is_set():
                 return
             if found.slots >= _GROUP_SLOTS:
                 yield from found.batches()
-                found = _Found()
         yield from found.batches()
+        yield RecoveredBatch(last=True)
 
     def _scan(self, slots: Rows) -> list[FrameHeader | None]:
         """Return the headers in ``slots``, in their order; None where no block of this format is.
@@ -299,8 +277,7 @@ class _Recovery:
             try:
                 complete = self._segments.read(segment, offset, [page]) == PAGE
             except OSError as error:
-                # An error that may pass must not turn blocks into free slots. End the recovery; the slots not read stay
-                # unseen.
+                # An error that may pass must not turn blocks into free slots.
                 if store_error(error, "").temporary:
                     raise store_error(error, f"cannot read headers in {self._segments.directory}") from error
                 unreadable = error
@@ -309,6 +286,19 @@ class _Recovery:
         if unreadable is not None and self._lines.admit():
             logger.warning("%s: headers cannot be read; the last error: %s", self._segments.directory, unreadable)
         return headers
+
+
+def _repeated(
+    call: Callable[[], T], found: Callable[[], Iterable[RecoveredBatch]] = tuple
+) -> Generator[RecoveredBatch | Exception, None, T]:
+    """Return the result of ``call``; before another call, yield what was ``found`` so far, and the error."""
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            failure = error
+        yield from found()
+        yield failure
 
 
 class _Found:
@@ -385,11 +375,13 @@ class _Found:
         self._old.clear()
 
     def batches(self) -> Iterator[RecoveredBatch]:
-        """Yield all blocks that were added and not confirmed. The block written last comes last."""
+        """Yield all blocks that were added and not confirmed, each once. The block written last comes last."""
         # Headers have the order of writes, not of uses. A later write stands for a more recent use.
         ordered = sorted(self._mine.items(), key=lambda item: item[1])
+        free, foreign = np.array(self._free, np.int64), np.array(self._foreign, np.int64)
+        self._mine, self._free, self._foreign, self.slots = {}, [], [], 0
         yield RecoveredBatch(seen=self._seen, scanned=True)
-        yield from _in_pieces(np.array(self._free, np.int64), np.array(self._foreign, np.int64))
+        yield from _in_pieces(free, foreign)
         for start in range(0, len(ordered), BATCH_BLOCKS):
             batch = ordered[start : start + BATCH_BLOCKS][::-1]
             yield RecoveredBatch(

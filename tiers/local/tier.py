@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 from collections.abc import Collection, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -135,7 +134,7 @@ class LocalTier(BlockTier):
         self.checkpoints.wait_an_interval()
         remembered, store.remembered = store.remembered, Remembered()
         if remembered.segments:
-            self._feed.begin(partial(recover, store.segments, remembered, namespace.fingerprint, self._stop))
+            self._feed.begin(recover(store.segments, remembered, namespace.fingerprint, self._stop))
         self._growth.begin(remembered.segments, store.fresh)
 
     def on_left(self) -> None:
