@@ -10,8 +10,8 @@ import pytest
 from tests.block_tier.fakes import FakeIo, FakeStore, make_namespace
 from tests.epochs.common import find_common
 from tiering.api.request import ReqContext
-from tiering.block_tier.failures import FailureLog
 from tiering.block_tier.service import IN_USE_SECONDS, TierService
+from tiering.block_tier.transfers import FailureLog
 from tiering.epochs.documents import EpochDocument, epoch_document
 from tiering.epochs.driver import begin_common
 from tiering.epochs.opener import Opener

@@ -9,7 +9,6 @@ process leaves every refused block alone for a while, unless the block has gone 
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -38,14 +37,6 @@ LIMIT = 16
 
 _SHARE = 0.1
 _LOG_PERIOD = 30.0
-
-
-class Verdict(enum.Enum):
-    """Result of reading a refused block again that needs no settlement."""
-
-    GONE = "it is not there any more"
-    SOUND = "a second read is sound: suspect the memory of this machine, or a proxy; the block is left there"
-    UNSTABLE = "two more reads differ: suspect a proxy, or the memory of this machine; the block is left there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +116,8 @@ class CorruptBlocks:
         spent.append(now)
         return True
 
-    def _ended(self, block: Refused, verdict: Verdict | Settlement | None, error: BaseException | None) -> None:
-        if verdict in {Verdict.GONE, Settlement.DELETED, Settlement.RENEWED}:
+    def _ended(self, block: Refused, verdict: Settlement | None, error: BaseException | None) -> None:
+        if verdict in {Settlement.GONE, Settlement.DELETED, Settlement.RENEWED}:
             self._index.pardon(block.key)
         self._stats.blocks_deleted += verdict is Settlement.DELETED
         if count := self._lines.admit():
@@ -139,7 +130,7 @@ class CorruptBlocks:
             )
 
 
-def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict | Settlement:
+def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Settlement:
     """Read a refused block twice more, and let the store settle it if both reads are corrupt and equal.
 
     Runs on the I/O side.
@@ -150,11 +141,11 @@ def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Verdict 
     limit = header_bytes + block.size
     first = store.read_again(block.place, limit)
     if first is None:
-        return Verdict.GONE
+        return Settlement.GONE
     if is_sound(first, block, header_bytes):
-        return Verdict.SOUND
+        return Settlement.SOUND
     if store.read_again(block.place, limit) != first:
-        return Verdict.UNSTABLE
+        return Settlement.UNSTABLE
     return store.settle(block.place, first)
 
 

@@ -51,6 +51,8 @@ _PREPARE_SHARE = 0.9
 class TierLife:
     """Opens the medium of one tier, moves the tier between epochs, and shuts it down.
 
+    Methods without a description are those that :class:`~tiering.block_tier.tier.BlockTier` describes.
+
     Args:
         parts: parts of the tier.
         hooks: the tier, whose hooks are called.
@@ -173,7 +175,6 @@ class TierLife:
     # --------------------------------------------------------------------------------------- may block until a deadline
 
     def wait(self, ended: Callable[[], bool], deadline: float) -> None:
-        """Process results of the I/O side until ``ended`` returns True or ``deadline`` has passed."""
         while not ended():
             remaining = deadline - self._clock()
             if remaining <= 0:
@@ -182,7 +183,6 @@ class TierLife:
             self._jobs.poll()
 
     def open(self, deadline: float) -> bool:
-        """Open the medium, waiting at most until ``deadline``, and return True if the tier is in service."""
         self._io.start(deadline, lookups=self._index.shared)
         self._service.start()
         self.wait(lambda: not self._service.running, deadline)
@@ -195,7 +195,6 @@ class TierLife:
         return self.serving
 
     def drain(self, deadline: float) -> bool:
-        """Wait at most until ``deadline`` for all jobs to end, and return True if none runs."""
         self.wait(self._jobs.begin_decided, deadline)
         self._io.drain(deadline)
         self._jobs.poll()
@@ -276,21 +275,12 @@ class TierLife:
     # ----------------------------------------------------------------------------------------------------------- epochs
 
     def leave_medium(self) -> None:
-        """Stop service because the medium is not the one that was opened.
-
-        Lookups find nothing until :meth:`enter_medium`.
-        """
         self._service.suspend()
         self._leave_epoch()
         self._io.drop_waiting()
         self._refresh()
 
     def enter_medium(self) -> None:
-        """Open the store again after :meth:`leave_medium` and its closing.
-
-        On another medium, the blocks in the epoch of the start may be older than a reset of this process. After a
-        reset, a new epoch therefore begins.
-        """
         self._service.resume(self._opener.target(None) if self._was_reset else None)
 
     def _leave_epoch(self) -> None:

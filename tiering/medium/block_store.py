@@ -124,8 +124,11 @@ class RawBlock:
 
 
 class Settlement(enum.Enum):
-    """Decision about a block that two equal reads of one machine found corrupt."""
+    """What became of a block that a load refused as corrupt: the first three need no decision of the store."""
 
+    GONE = "it is not there any more"
+    SOUND = "a second read is sound: suspect the memory of this machine, or a proxy; the block is left there"
+    UNSTABLE = "two more reads differ: suspect a proxy, or the memory of this machine; the block is left there"
     DELETED = "it is corrupt on the medium and was deleted"
     REPLACED = (
         "it is corrupt on the medium, but was replaced meanwhile or cannot be deleted by version; it is left there"
