@@ -12,13 +12,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from tiering.api.keys import OffloadKey
 from tiering.block_tier.parts import TierParts
 from tiering.errors import ConfigError, CorruptBlockError, StoreError
-from tiering.medium.block_store import BlockStore, Done, Place, RawBlock, Settlement
+from tiering.medium.block_store import Done, RawBlock, Settlement
 from tiering.medium.codec import FrameVerifier
 from tiering.medium.side import IoTask
 from tiering.runtime.ratelimit import RateLimit
@@ -37,20 +35,6 @@ LIMIT = 16
 
 _SHARE = 0.1
 _LOG_PERIOD = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A block that a load refused as corrupt."""
-
-    key: OffloadKey
-    """Key of the block."""
-    place: Place
-    """Place of the block on the medium."""
-    size: int
-    """Raw bytes of the block."""
-    fingerprint: bytes
-    """Fingerprint of the namespace that the block must carry."""
 
 
 class CorruptBlocks:
@@ -78,34 +62,25 @@ class CorruptBlocks:
         self._read += arrived
         if arrived == len(outcomes):
             return
-        refused = [
-            Refused(job.moved[at], job.places[at], job.sizes[at], job.fingerprint)
-            for at, outcome in enumerate(outcomes)
-            if isinstance(outcome, CorruptBlockError)
-        ]
+        refused = [at for at, outcome in enumerate(outcomes) if isinstance(outcome, CorruptBlockError)]
         if refused:
             self._read += len(refused)
-            self._refuse(refused, now)
+            self._refuse(job, refused, now)
 
-    def _refuse(self, refused: Sequence[Refused], now: float) -> None:
+    def _refuse(self, job: TransferJob, refused: Sequence[int], now: float) -> None:
+        """Leave the blocks at the positions ``refused`` of a load alone, and read some of them again."""
         self._corrupt += len(refused)
-        self._index.refuse([block.key for block in refused], now)
+        self._index.refuse([job.moved[at] for at in refused], now)
         if self._corrupt >= max(LIMIT, self._read * _SHARE):
             self._io.breakers.reads.trip(
                 f"{self._corrupt} of the last {self._read} blocks read were corrupt; suspect a proxy between this "
                 "machine and the medium, the memory of this machine, or another program that writes to the medium"
             )
             self._read = self._corrupt = 0
-        for block in refused:
+        for at in refused:
             if not self._take_read(now):
                 break
-            self._io.run(
-                IoTask(
-                    "verify",
-                    partial(read_again, self._io.store, block, self._header_bytes),
-                    partial(self._ended, block),
-                )
-            )
+            self._io.run(IoTask("verify", partial(self._read_again, job, at), partial(self._ended, job, at)))
 
     def _take_read(self, now: float) -> bool:
         spent = self._spent
@@ -116,48 +91,46 @@ class CorruptBlocks:
         spent.append(now)
         return True
 
-    def _ended(self, block: Refused, verdict: Settlement | None, error: BaseException | None) -> None:
+    def _ended(self, job: TransferJob, at: int, verdict: Settlement | None, error: BaseException | None) -> None:
         if verdict in {Settlement.GONE, Settlement.DELETED, Settlement.RENEWED}:
-            self._index.pardon(block.key)
+            self._index.pardon(job.moved[at])
         self._stats.blocks_deleted += verdict is Settlement.DELETED
         if count := self._lines.admit():
             logger.warning(
                 "tier %s: %d corrupt block(s) were read again; the last, %s: %s",
                 self._name,
                 count,
-                block.place,
+                job.places[at],
                 f"it could not be read again and is left there: {error}" if verdict is None else verdict.value,
             )
 
+    # --------------------------------------------------------------------------------------------------- the I/O side
 
-def read_again(store: BlockStore, block: Refused, header_bytes: int) -> Settlement:
-    """Read a refused block twice more, and let the store settle it if both reads are corrupt and equal.
+    def _read_again(self, job: TransferJob, at: int) -> Settlement:
+        """Read a refused block twice more, and let the store settle it if both reads are corrupt and equal.
 
-    Runs on the I/O side.
+        Raises:
+            StoreError: the block could not be read or settled.
+        """
+        store, place, limit = self._io.store, job.places[at], self._header_bytes + job.sizes[at]
+        first = store.read_again(place, limit)
+        if first is None:
+            return Settlement.GONE
+        if self._is_sound(first, job, at):
+            return Settlement.SOUND
+        if store.read_again(place, limit) != first:
+            return Settlement.UNSTABLE
+        return store.settle(place, first)
 
-    Raises:
-        StoreError: the block could not be read or settled.
-    """
-    limit = header_bytes + block.size
-    first = store.read_again(block.place, limit)
-    if first is None:
-        return Settlement.GONE
-    if is_sound(first, block, header_bytes):
-        return Settlement.SOUND
-    if store.read_again(block.place, limit) != first:
-        return Settlement.UNSTABLE
-    return store.settle(block.place, first)
-
-
-def is_sound(found: RawBlock, block: Refused, header_bytes: int) -> bool:
-    """Return True if ``found`` is the block of the key, or if this process cannot decode it."""
-    content = memoryview(found.content)
-    try:
-        header = FrameVerifier().verify(
-            content, content[header_bytes:], fingerprint=block.fingerprint.hex(), key=block.key
-        )
-    except StoreError:
-        return False
-    except ConfigError:
-        return True
-    return header.raw_length == block.size and header_bytes + header.stored_length == len(content)
+    def _is_sound(self, found: RawBlock, job: TransferJob, at: int) -> bool:
+        """Return True if ``found`` is the block of the job, or if this process cannot decode it."""
+        content = memoryview(found.content)
+        try:
+            header = FrameVerifier().verify(
+                content, content[self._header_bytes :], fingerprint=job.fingerprint.hex(), key=job.moved[at]
+            )
+        except StoreError:
+            return False
+        except ConfigError:
+            return True
+        return header.raw_length == job.sizes[at] and self._header_bytes + header.stored_length == len(content)
