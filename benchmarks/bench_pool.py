@@ -29,8 +29,7 @@ from tiering.medium.block_store import BlockStore
 from tiering.medium.host import IoHost, build_io_host
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
-from tiers.mooncake.client import PoolClient, register
-from tiers.mooncake.mooncake_options import MooncakeOptions
+from tiers.mooncake.client import MooncakeOptions, PoolClient, register
 from tiers.mooncake.tier import MooncakeStore
 from tiers.valkey.tier import ValkeyOptions, ValkeyStore
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_tier.corrupt import CorruptBlocks
 from tiering.block_tier.credit import StoreCredit
-from tiering.block_tier.overdue import OverdueLoads
 from tiering.block_tier.pace import LoadPace
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.errors import CorruptBlockError, DeviceError, OverdueError, StoreError
@@ -188,9 +188,9 @@ class BlockTransfers:
             return
         if self._pace is not None:
             self._pace.begin(sizes)
-        self.overdue.begin(job.job_id, job.deadline, len(known), job.req_context.req_id)
         self._stats.promotions_active += len(keys)
         job.move(keys, rows, known, sizes)
+        self.overdue.begin(job)
         self._submit(job)
 
     def fail_load(self, job: TransferJob) -> None:
@@ -350,6 +350,62 @@ class BlockTransfers:
         self._stats.promotions += len(loaded)
         self._stats.promotions_failed += len(arrived) - len(loaded)
         self._stats.promotions_active -= len(arrived)
+
+
+class OverdueLoads:
+    """Loads whose I/O still runs after their deadline, and the primary rows that they hold.
+
+    Args:
+        limit_rows: number of primary rows that overdue loads may hold; at least 1.
+    """
+
+    def __init__(self, limit_rows: int) -> None:
+        self.limit_rows = max(1, limit_rows)
+        """Number of primary rows that overdue loads may hold."""
+        self.rows = 0
+        """Number of rows that overdue loads hold."""
+        self.deadlines: list[tuple[float, int]] = []
+        """Heap of the deadlines that have not passed, with job numbers; the first one's job has not ended."""
+        self._running: dict[int, TransferJob] = {}
+        self._overdue: dict[int, int] = {}
+
+    def begin(self, job: TransferJob) -> None:
+        """Record that a load was submitted."""
+        self._running[job.job_id] = job
+        heapq.heappush(self.deadlines, (job.deadline, job.job_id))
+
+    def end(self, job_id: int) -> bool:
+        """Record that a load's I/O has ended, and return True if the load had been counted as overdue."""
+        if self._running.pop(job_id, None) is not None:
+            while self.deadlines and self.deadlines[0][1] not in self._running:
+                heapq.heappop(self.deadlines)
+            return False
+        self.rows -= self._overdue.pop(job_id, 0)
+        return True
+
+    def expire(self, now: float) -> list[int]:
+        """Count the loads that are overdue at ``now``, and return the rows of each newly counted load.
+
+        Jobs of one request with the same deadline are parts of one load.
+        """
+        expired: dict[tuple[float, str], int] = {}
+        while self.deadlines and self.deadlines[0][0] <= now:
+            deadline, job_id = heapq.heappop(self.deadlines)
+            job = self._running.pop(job_id, None)
+            if job is not None:
+                rows = self._overdue[job_id] = len(job.moved)
+                load = deadline, job.req_context.req_id
+                expired[load] = expired.get(load, 0) + rows
+                self.rows += rows
+        return list(expired.values())
+
+    @property
+    def spent(self) -> bool:
+        """True if overdue loads hold their whole share of rows.
+
+        Loads never use more rows than this share, so the count cannot exceed it.
+        """
+        return self.rows >= self.limit_rows
 
 
 class FailureLog:

@@ -24,7 +24,6 @@ from tiering.errors import (
 )
 
 FILE_MODE = 0o600
-DIRECTORY_MODE = 0o700
 
 Vectored = Callable[[int, Sequence[memoryview], int], int]
 """A read or write at an offset: descriptor, buffers, offset in bytes; returns the bytes moved."""

@@ -31,8 +31,15 @@ from tiering.tier import (
     UnsupportedError,
     format_bytes,
 )
-from tiers.mooncake.client import HEADER_BYTES, PAGE_HEADERS, Connection, HeaderPage, PoolClient
-from tiers.mooncake.mooncake_options import LEAST_SEGMENT, MooncakeOptions
+from tiers.mooncake.client import (
+    HEADER_BYTES,
+    LEAST_SEGMENT,
+    PAGE_HEADERS,
+    Connection,
+    HeaderPage,
+    MooncakeOptions,
+    PoolClient,
+)
 
 LATE_SECONDS = 50.0
 """Seconds after which a call that fails may leave transfers behind: Mooncake waits 60 s for them."""

@@ -250,14 +250,8 @@ class ObjectStore(BlockStore):
     # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
-        path = f"{self._documents}{name}"
-
-        def fetch(client: Client) -> bytes:
-            found = obstore.get(client, path)
-            # What is longer than any document is as good as damaged, and is not downloaded.
-            return found.bytes().to_bytes() if found.meta["size"] <= _MOST_DOCUMENT_BYTES else b""
-
-        return self.requests.find(Verb.GET, fetch, f"get document {name}")
+        found = self.read_version(name)
+        return None if found is None else found.content
 
     def prove_damage(self, name: str, content: bytes) -> None:
         found = self.requests.look_again(f"{self._documents}{name}", _MOST_DOCUMENT_BYTES)
@@ -303,8 +297,10 @@ class ObjectStore(BlockStore):
 
         def fetch(client: Client) -> DocumentVersion:
             found = obstore.get(client, path)
-            modified = found.meta["last_modified"].timestamp()
-            return DocumentVersion(found.bytes().to_bytes(), self._cloud.version(found.meta), modified)
+            meta = found.meta
+            # What is longer than any document is as good as damaged, and is not downloaded.
+            content = found.bytes().to_bytes() if meta["size"] <= _MOST_DOCUMENT_BYTES else b""
+            return DocumentVersion(content, self._cloud.version(meta), meta["last_modified"].timestamp())
 
         return self.requests.find(Verb.GET, fetch, f"get document {name}")
 
@@ -317,9 +313,7 @@ class ObjectStore(BlockStore):
         return self._delete_version(f"{self._documents}{name}", version)
 
     def list_documents(self, prefix: str) -> Iterable[str]:
-        start = f"{self._documents}{prefix}"
-        paths = (item["path"] for objects in self._list(self._documents.rstrip("/")) for item in objects)
-        return [path.removeprefix(self._documents) for path in paths if path.startswith(start)]
+        return [name for name, _ in self._listed_documents() if name.startswith(prefix)]
 
     def remove_document(self, name: str) -> None:
         self.remove_documents([name])
@@ -338,12 +332,14 @@ class ObjectStore(BlockStore):
         Raises:
             StoreError: the documents cannot be listed.
         """
-        return {
-            name: item["last_modified"].timestamp()
-            for objects in self._list(self._documents.rstrip("/"))
-            for item in objects
-            if (name := item["path"].removeprefix(self._documents)).startswith((SUSPECTS, SETTLEMENTS, HOT))
-        }
+        kinds = (SUSPECTS, SETTLEMENTS, HOT)
+        return {name: written for name, written in self._listed_documents() if name.startswith(kinds)}
+
+    def _listed_documents(self) -> Iterator[tuple[str, float]]:
+        """Yield the name of each document, and the service's time of its last write."""
+        for objects in self._list(self._documents.rstrip("/")):
+            for item in objects:
+                yield item["path"].removeprefix(self._documents), item["last_modified"].timestamp()
 
     # ---------------------------------------------------------------------------------------------- many at a time
 
