@@ -21,8 +21,8 @@ from tests.block_tier.rig import CTX
 from tests.epochs.common import find_common
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.block_tier.epoch_chores import LOOK_SECONDS
 from tiering.block_tier.tier import BlockTier
-from tiering.epochs.chores import LOOK_SECONDS
 from tiering.epochs.documents import new_invalidation
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.errors import StoreError, TemporaryStoreError

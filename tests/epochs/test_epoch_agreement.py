@@ -10,7 +10,7 @@ from tests.block_tier.fakes import FakeStore
 from tests.block_tier.rig import CTX, K, Rig
 from tests.epochs.common import ensure_common, find_common
 from tiering.api.namespace import Namespace
-from tiering.epochs.chores import LOOK_SECONDS, RETRY_SECONDS
+from tiering.block_tier.epoch_chores import LOOK_SECONDS, RETRY_SECONDS
 from tiering.epochs.documents import MAX_COMMON, EpochDocument, new_invalidation
 from tiering.epochs.driver import begin_common
 from tiering.epochs.state import CommonEpoch

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.block_tier.rig import K, Rig
-from tiering.epochs.chores import RENEWAL_SECONDS, RETRY_SECONDS
+from tiering.block_tier.epoch_chores import RENEWAL_SECONDS, RETRY_SECONDS
 from tiering.epochs.documents import lease_document
 from tiering.errors import TemporaryStoreError
 

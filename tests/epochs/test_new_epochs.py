@@ -6,7 +6,7 @@ import pytest
 
 from tests.block_tier.rig import CTX, K, Rig
 from tests.epochs.common import ensure_common, find_common
-from tiering.epochs.chores import LOOK_SECONDS
+from tiering.block_tier.epoch_chores import LOOK_SECONDS
 from tiering.epochs.documents import epoch_document, new_invalidation
 from tiering.epochs.driver import SURE_SECONDS, CommonHistory, begin_common
 from tiering.errors import TemporaryStoreError

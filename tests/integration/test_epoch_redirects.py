@@ -15,7 +15,7 @@ import pytest
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, Machine, bucket_tier, disk_tier
 from tiering.api.namespace import Namespace
-from tiering.epochs.chores import LOOK_SECONDS
+from tiering.block_tier.epoch_chores import LOOK_SECONDS
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.testing.clock import SettableClock, until
 from tiering.testing.keys import keys_of

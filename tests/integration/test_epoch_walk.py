@@ -24,7 +24,7 @@ from tests.epochs.common import find_common
 from tests.fake_s3 import FakeS3, fake_s3
 from tests.integration.epoch_machine import BLOCK_BYTES, MODEL, QUICK, Machine, bucket_tier, disk_tier
 from tiering.api.namespace import Namespace
-from tiering.epochs.chores import LOOK_SECONDS
+from tiering.block_tier.epoch_chores import LOOK_SECONDS
 from tiering.epochs.documents import EpochDocument, epoch_document, new_invalidation
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.errors import StoreError

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_128_digest
 
+from tiering.block_tier.parts import TierParts
 from tiering.errors import ConfigError, CorruptBlockError, DeviceError, StoreError, TemporaryStoreError
-from tiering.index.tier_index import TierIndex
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
+from tiering.medium.block_store import BlockIO, Done, Outcome, Place
 from tiering.medium.codec import FrameVerifier
 from tiering.medium.frame import encode_header
 from tiering.medium.layers.breaker import Breaker, BreakerState, is_medium_failure
-from tiering.medium.side import IoSide, IoTask
+from tiering.medium.side import IoTask
 
 HEALTH_DOCUMENT = "health"
 """Name of the document that probes write and read; on a shared medium, the prefix of the names."""
@@ -44,31 +44,16 @@ class HealthCheck:
     The scheduler's thread calls all methods.
 
     Args:
-        store: the medium, without layers.
-        index: index of the blocks on the medium.
-        io: I/O side that runs the probes.
-        block_bytes: bytes of one block of each KV-cache group.
+        parts: parts of the tier. The probes of a tier that stores nothing write nothing.
         on_bad_places: function that receives the places at which the device reported an error during a probe.
-        writes: False for a tier that stores nothing, whose probes write nothing; default: True.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        index: TierIndex,
-        io: IoSide,
-        block_bytes: Sequence[int],
-        on_bad_places: Callable[[Sequence[Place]], None],
-        *,
-        writes: bool = True,
-    ) -> None:
-        self._store = store
-        self._index = index
-        self._io = io
-        self._block_bytes = tuple(block_bytes)
+    def __init__(self, parts: TierParts, on_bad_places: Callable[[Sequence[Place]], None]) -> None:
+        self._store, self._index, self._io = parts.store, parts.index, parts.io
+        self._block_bytes = parts.context.group_bytes
         self._on_bad_places = on_bad_places
-        self._writes = writes
-        self._document = _own_document() if index.shared else HEALTH_DOCUMENT
+        self._writes = parts.options.admission != "none"
+        self._document = _own_document() if parts.index.shared else HEALTH_DOCUMENT
         self._reading = False
         self._writing = False
 

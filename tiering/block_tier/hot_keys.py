@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.block_tier.parts import TierParts
 from tiering.epochs.hot_keys import MAX_BYTES, PackedRuns, hot_document, hot_documents, pack, parse, runs_of
 from tiering.errors import StoreError
-from tiering.medium.block_store import BlockStore
-from tiering.medium.side import IoSide, IoTask
-from tiering.secondary.contract import MAX_ENGINES, TierContext, TierHotKeys
-from tiering.secondary.tier_stats import TierStats
+from tiering.medium.side import IoTask
+from tiering.secondary.contract import MAX_ENGINES, TierHotKeys
 
 _log = logging.getLogger("kv_tiering.tier")
 
@@ -31,38 +30,26 @@ class HotKeys(TierHotKeys):
     """Publishes and gathers hot keys on the I/O side; owned by the scheduler's thread.
 
     Args:
-        context: environment of the tier.
-        store: the medium.
-        io: I/O side of the tier.
-        stats: counters of the tier.
-        shared: True if other engines use the medium.
-        publishes: function that returns True if others could load what this engine stores.
+        parts: parts of the tier.
         epoch: function that returns the namespace in the epoch that the tier serves; None: it does not serve yet.
+        publishes: function that returns True if others could load what this engine stores.
         wall: function that returns seconds since 1970; default: ``time.time``.
     """
 
     def __init__(
         self,
-        context: TierContext,
-        store: BlockStore,
-        io: IoSide,
-        stats: TierStats,
+        parts: TierParts,
         epoch: Callable[[], Namespace | None],
-        *,
-        shared: bool,
         publishes: Callable[[], bool],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._name = context.name
-        self._store = store
-        self._io = io
-        self._stats = stats
-        self._shared = shared
+        self._name, self._shared = parts.context.name, parts.index.shared
+        self._store, self._io, self._stats = parts.store, parts.io, parts.stats
         self._epoch = epoch
         self._publishes = publishes
         self._wall = wall
         # A medium of one process has one document, which the next process replaces.
-        self._engine = f"{socket.gethostname()} {context.replica} {os.getpid()}" if shared else ""
+        self._engine = f"{socket.gethostname()} {parts.context.replica} {os.getpid()}" if self._shared else ""
         self.writing = False
         """True while a document is being written."""
         self._next: Sequence[Sequence[OffloadKey]] | None = None

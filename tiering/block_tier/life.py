@@ -23,11 +23,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
+from tiering.block_tier.epoch_chores import EpochRecord, EpochWatch, Lease
 from tiering.block_tier.health import HealthCheck
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.service import TierService
 from tiering.block_tier.transfers import BlockTransfers
-from tiering.epochs.chores import EpochRecord, EpochWatch, Lease
 from tiering.epochs.machine import judge
 from tiering.epochs.opener import Opener
 from tiering.epochs.state import CommonEpoch, Entered, EpochVerdict, Target
@@ -82,7 +82,6 @@ class TierLife:
         self._hooks = hooks
         self._jobs = jobs
         self._place_prefix = place_prefix
-        writes = options.admission != "none"
         self._agreement = context.agreement
         self._opener = Opener(
             context.name,
@@ -90,20 +89,16 @@ class TierLife:
             context.namespace,
             revision=context.revision,
             shared=index.shared,
-            writes=writes,
+            writes=options.admission != "none",
             agreement=context.agreement,
             clock=context.clock,
         )
         self._durable = not store.traits.forgets
-        self._record = (
-            None
-            if index.shared
-            else EpochRecord(context.name, self._opener, context.agreement, io, context.clock, lambda: jobs.stored)
-        )
-        self._lease = Lease(context.name, store, io, context.clock)
-        self._watch = EpochWatch(context.name, self._opener.history, io, context.clock, self._found)
+        self._record = None if index.shared else EpochRecord(parts, self._opener, lambda: jobs.stored)
+        self._lease = Lease(parts)
+        self._watch = EpochWatch(parts, self._opener.history, self._found)
         self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
-        self._health = HealthCheck(store, index, io, context.group_bytes, hooks.retire, writes=writes)
+        self._health = HealthCheck(parts, hooks.retire)
         self._namespace = context.namespace
         self._closed = False
         self._closing = False

@@ -118,15 +118,11 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         """I/O side of the tier."""
         self.stats = TierStats()
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
-
+        self._intake = Intake(options.admission, options.fill_policy)
+        self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
+        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._hot_keys = HotKeys(
-            context,
-            store,
-            self.io,
-            self.stats,
-            self._served_epoch,
-            shared=index.shared,
-            publishes=lambda: options.admission != "none" and not self._life.private,
+            parts, self._served_epoch, lambda: options.admission != "none" and not self._life.private
         )
         self.name = context.name
         self.traits = TierTraits(
@@ -146,9 +142,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._clock = context.clock
         self._lookup_index = index.lookup_prefix
         self._ask = partial(index.ask, self.io.store.probe)
-        self._intake = Intake(options.admission, options.fill_policy)
-        self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
-        parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
         self._jobs = BlockTransfers(parts, self)
         named = named_prefix if index.shared else None
         self._life = TierLife(parts, self, self._jobs, place_prefix or named)

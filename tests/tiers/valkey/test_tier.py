@@ -12,7 +12,7 @@ from examples.valkey_server import ValkeyServer, serving
 from tests.patience import PATIENT
 from tests.tiers.valkey.relay import Relay
 from tiering.api.namespace import FORMAT_VERSION
-from tiering.epochs.chores import LOOK_SECONDS
+from tiering.block_tier.epoch_chores import LOOK_SECONDS
 from tiering.epochs.driver import SURE_SECONDS
 from tiering.errors import ConfigError, CorruptBlockError
 from tiering.medium.block_store import Done

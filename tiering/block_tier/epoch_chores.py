@@ -9,14 +9,13 @@ import socket
 from collections.abc import Callable, Mapping
 
 from tiering.api.namespace import Namespace
+from tiering.block_tier.parts import TierParts
 from tiering.epochs.documents import MAX_REMEMBERED, lease_document
 from tiering.epochs.driver import CommonHistory
 from tiering.epochs.opener import Opener
 from tiering.epochs.state import CommonEpoch
-from tiering.medium.block_store import BlockStore
 from tiering.medium.chore import NEVER, Backoff, Chore
-from tiering.medium.side import IoSide
-from tiering.secondary.agreement import EpochAgreement, MetEpoch
+from tiering.secondary.agreement import MetEpoch
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -40,23 +39,14 @@ class EpochWatch(Chore):
     """Looks for changes of the common epoch on the I/O side; owned by the scheduler's thread.
 
     Args:
-        name: name of the tier.
+        parts: parts of the tier.
         history: documents of the common epoch.
-        io: I/O side that reads the documents.
-        clock: function that returns monotonic seconds.
         on_found: function that the scheduler's thread calls with the common epoch that a look found.
     """
 
-    def __init__(
-        self,
-        name: str,
-        history: CommonHistory,
-        io: IoSide,
-        clock: Callable[[], float],
-        on_found: Callable[[CommonEpoch], None],
-    ) -> None:
-        super().__init__("epoch", io, clock, self._look)
-        self._name = name
+    def __init__(self, parts: TierParts, history: CommonHistory, on_found: Callable[[CommonEpoch], None]) -> None:
+        super().__init__("epoch", parts.io, parts.context.clock, self._look)
+        self._name = parts.context.name
         self._history = history
         self._on_found = on_found
         self._namespace: Namespace | None = None
@@ -92,16 +82,12 @@ class Lease(Chore):
     collected.
 
     Args:
-        name: name of the tier.
-        store: the medium.
-        io: I/O side that writes the lease.
-        clock: function that returns monotonic seconds.
+        parts: parts of the tier.
     """
 
-    def __init__(self, name: str, store: BlockStore, io: IoSide, clock: Callable[[], float]) -> None:
-        super().__init__("lease", io, clock, self._renew, Backoff(RETRY_SECONDS))
-        self._name = name
-        self._store = store
+    def __init__(self, parts: TierParts) -> None:
+        super().__init__("lease", parts.io, parts.context.clock, self._renew, Backoff(RETRY_SECONDS))
+        self._name, self._store = parts.context.name, parts.store
         self._document: str | None = None
 
     def hold(self, namespace: Namespace | None) -> None:
@@ -137,27 +123,15 @@ class EpochRecord(Chore):
     harm: at the next start, an epoch that is missing there counts as unknown.
 
     Args:
-        name: name of the tier.
+        parts: parts of the tier.
         opener: opener of the tier, which reads and writes the record.
-        agreement: common epochs that the shared tiers have met.
-        io: I/O side that writes the record.
-        clock: function that returns monotonic seconds.
         stored_into: function that returns True if the tier has begun a store since it entered its epoch.
     """
 
-    def __init__(
-        self,
-        name: str,
-        opener: Opener,
-        agreement: EpochAgreement,
-        io: IoSide,
-        clock: Callable[[], float],
-        stored_into: Callable[[], bool],
-    ) -> None:
-        super().__init__("record", io, clock, self._write, Backoff(RETRY_SECONDS))
-        self._name = name
+    def __init__(self, parts: TierParts, opener: Opener, stored_into: Callable[[], bool]) -> None:
+        super().__init__("record", parts.io, parts.context.clock, self._write, Backoff(RETRY_SECONDS))
+        self._name, self._agreement = parts.context.name, parts.context.agreement
         self._opener = opener
-        self._agreement = agreement
         self._stored_into = stored_into
         self._namespace: Namespace | None = None
         self._proven: tuple[bytes, ...] = ()
