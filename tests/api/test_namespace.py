@@ -11,6 +11,7 @@ import pytest
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.epochs.nearest import log_nearest
 from tiering.epochs.opener import Opener
+from tiering.secondary.contract import TierContext
 from tiering.testing.faults import DictStore
 from tiers.local.layout import SegmentGeometry
 from tiers.local.store import LocalStore
@@ -54,7 +55,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def enter(store: LocalStore, namespace: Namespace) -> None:
-    opener = Opener("local", store, namespace)
+    opener = Opener(TierContext("local", memoryview(b""), (1,), namespace), store)
     opener.enter(None)
     opener.close(10)
 

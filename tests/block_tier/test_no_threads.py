@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.block_tier.fakes import FakeStore, make_namespace
+from tests.block_tier.fakes import FakeStore, make_context
 from tests.medium.io_fakes import STORE, Primary, all_done, finish, make_job, outcome_names, running_host
 from tests.thread_limit import ThreadLimit
 from tiering.epochs.opener import Opener
@@ -100,7 +100,7 @@ def test_the_log_tells_of_the_limit_once(thread_limit: ThreadLimit, caplog: pyte
 def test_a_store_is_closed_although_no_thread_can_be_started_at_first(thread_limit: ThreadLimit) -> None:
     store = FakeStore()
     thread_limit.refuse = lambda name: len(thread_limit.refused) < 3
-    Opener("t", store, make_namespace()).close(10.0)
+    Opener(make_context(FakeClock()), store).close(10.0)
     assert (store.closed, len(thread_limit.refused)) == (1, 3)
 
 
@@ -109,6 +109,6 @@ def test_a_store_that_no_thread_can_be_had_for_is_left_to_the_end_of_the_process
 ) -> None:
     store = FakeStore()
     thread_limit.reach()
-    Opener("t", store, make_namespace()).close(0.0)
+    Opener(make_context(FakeClock()), store).close(0.0)
     assert store.closed == 0
     assert "left to the end of the process" in caplog.text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.block_tier.fakes import FakeIo, FakeStore, make_namespace
+from tests.block_tier.fakes import FakeIo, FakeStore, make_context, make_namespace
 from tests.epochs.common import find_common
 from tiering.api.request import ReqContext
 from tiering.block_tier.service import IN_USE_SECONDS, TierService
@@ -37,8 +38,9 @@ class Rig:
         self.store = FakeStore()
         self.io = FakeIo(self.store, self.clock, OPTIONS)
         self.entered: list[Entered] = []
-        self.opener = Opener("t", self.store, NAMESPACE, shared=shared)
-        self.service = TierService("t", self.opener, self.io, OPTIONS, self.clock, self.entered.append)
+        self.context = replace(make_context(self.clock), namespace=NAMESPACE)
+        self.opener = Opener(self.context, self.store, shared=shared)
+        self.service = TierService(self.context, self.opener, self.io, OPTIONS, self.entered.append)
 
     def attempt(self, failure: StoreError | None = None) -> None:
         """Run the attempt that has been started; the store raises ``failure``."""
@@ -249,10 +251,10 @@ def test_an_epoch_that_was_entered_for_a_reset_is_not_the_common_one_that_was_fo
 def test_the_next_process_enters_the_epoch_of_the_document_unless_a_reset_made_it_private() -> None:
     rig = Rig().opened()
     (first,) = rig.entered
-    assert Opener("t", rig.store, NAMESPACE).enter(None) == first
+    assert Opener(rig.context, rig.store).enter(None) == first
     rig.service.leave(rig.opener.target(None))
     rig.attempt()
-    later = Opener("t", rig.store, NAMESPACE).enter(None)
+    later = Opener(rig.context, rig.store).enter(None)
     assert later.namespace.epoch not in {entered.namespace.epoch for entered in rig.entered}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.block_tier.rig import CTX, K, Rig
@@ -393,7 +395,8 @@ class TestLostDocuments:
     ) -> None:
         clock, wall = FakeClock(7.0), FakeClock(1e9)
         agreement = EpochAgreement()
-        history = CommonHistory("t", rig.store, rig.context.namespace, agreement, writes=True, clock=clock, wall=wall)
+        context = replace(rig.context, agreement=agreement, clock=clock)
+        history = CommonHistory(context, rig.store, writes=True, wall=wall)
         before = history.look(opening=True)
         clock.advance(passed)
         wall.advance(passed + set_forward)

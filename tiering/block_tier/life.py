@@ -83,21 +83,12 @@ class TierLife:
         self._jobs = jobs
         self._place_prefix = place_prefix
         self._agreement = context.agreement
-        self._opener = Opener(
-            context.name,
-            store,
-            context.namespace,
-            revision=context.revision,
-            shared=index.shared,
-            writes=options.admission != "none",
-            agreement=context.agreement,
-            clock=context.clock,
-        )
+        self._opener = Opener(context, store, shared=index.shared, writes=options.admission != "none")
         self._durable = not store.traits.forgets
         self._record = None if index.shared else EpochRecord(parts, self._opener, lambda: jobs.stored)
         self._lease = Lease(parts)
         self._watch = EpochWatch(parts, self._opener.history, self._found)
-        self._service = TierService(context.name, self._opener, io, options.breaker, context.clock, self._entered)
+        self._service = TierService(context, self._opener, io, options.breaker, self._entered)
         self._health = HealthCheck(parts, hooks.retire)
         self._namespace = context.namespace
         self._closed = False

@@ -10,6 +10,7 @@ from tiering.epochs.state import Entered, Target
 from tiering.errors import InUseError, TieringError
 from tiering.medium.chore import Backoff, Chore
 from tiering.medium.side import IoSide
+from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BreakerOptions
 
 logger = logging.getLogger("kv_tiering.tier")
@@ -28,11 +29,10 @@ class TierService(Chore):
     A failure is logged once per outage.
 
     Args:
-        name: name of the tier.
+        context: environment of the tier.
         opener: opens the medium, and enters epochs.
         io: I/O side that runs the attempts.
         options: lengths of the waits between attempts.
-        clock: function that returns monotonic seconds.
         on_entered: function that the scheduler's thread calls each time an epoch has been entered.
     """
 
@@ -41,15 +41,14 @@ class TierService(Chore):
 
     def __init__(
         self,
-        name: str,
+        context: TierContext,
         opener: Opener,
         io: IoSide,
         options: BreakerOptions,
-        clock: Callable[[], float],
         on_entered: Callable[[Entered], None],
     ) -> None:
-        super().__init__("open", io, clock, self._attempt, Backoff(options.probe_after, options.probe_max))
-        self._name = name
+        super().__init__("open", io, context.clock, self._attempt, Backoff(options.probe_after, options.probe_max))
+        self._name = context.name
         self._opener = opener
         self._on_entered = on_entered
         self._target: Target | None = None

@@ -13,7 +13,7 @@ from tiering.epochs import machine
 from tiering.epochs.documents import EpochDocument, epoch_document, new_invalidation, parameters_document
 from tiering.epochs.state import Action, CommonEpoch, Do, Goal, Judged, Walk, WalkOrder
 from tiering.medium.block_store import BlockStore
-from tiering.secondary.agreement import EpochAgreement
+from tiering.secondary.contract import TierContext
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -97,32 +97,24 @@ class CommonHistory:
     """The documents of a medium's common epoch, as this process knows them; used on the I/O side.
 
     Args:
-        name: name of the tier.
+        context: environment of the tier.
         store: the medium.
-        namespace: namespace of the engine's blocks.
-        agreement: common epochs that the shared tiers of the stack have met.
         writes: False for a tier that stores nothing, which begins no epoch.
-        clock: function that returns monotonic seconds.
         wall: function that returns seconds since 1970, which pass in a sleep too; default: ``time.time``.
     """
 
     def __init__(
         self,
-        name: str,
+        context: TierContext,
         store: BlockStore,
-        namespace: Namespace,
-        agreement: EpochAgreement,
         *,
         writes: bool,
-        clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._name = name
+        self._name, self._namespace, self._agreement = context.name, context.namespace, context.agreement
         self._store = store
-        self._namespace = namespace
-        self._agreement = agreement
         self._writes = writes
-        self._clocks = (clock, wall)
+        self._clocks = (context.clock, wall)
         self._lock = threading.Lock()
         self._known: CommonEpoch | None = None
         self._seen = (0.0, 0.0)

@@ -25,7 +25,7 @@ from tiering.errors import DeviceError, PermanentStoreError, StoreError
 from tiering.medium.block_store import BlockStore
 from tiering.runtime.json_text import parse_json
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.agreement import EpochAgreement
+from tiering.secondary.contract import TierContext
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -40,32 +40,15 @@ class Opener:
     """Opens a store and enters the epochs of its namespace; used on the I/O side by one thread at a time.
 
     Args:
-        name: name of the tier.
+        context: environment of the tier.
         store: the medium.
-        namespace: namespace of the engine's blocks.
-        revision: text that names the weights; default: none.
         shared: True if other processes use the medium too, so that their documents are never replaced or removed.
         writes: False for a tier that stores nothing; until a reset, such a tier also works with a read-only medium.
-        agreement: common epochs that the shared tiers of the stack have met; default: no shared tier.
-        clock: function that returns monotonic seconds; default: ``time.monotonic``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: BlockStore,
-        namespace: Namespace,
-        *,
-        revision: str | None = None,
-        shared: bool = False,
-        writes: bool = True,
-        agreement: EpochAgreement | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._name = name
+    def __init__(self, context: TierContext, store: BlockStore, *, shared: bool = False, writes: bool = True) -> None:
+        self._name, self._namespace, self._revision = context.name, context.namespace, context.revision
         self._store = store
-        self._namespace = namespace
-        self._revision = revision
         self._writes = writes
         self._opened = False
         self._unproven = True
@@ -73,8 +56,8 @@ class Opener:
         self._closer: threading.Thread | None = None
         self._told: set[str] = set()
         """Documents whose loss or absence was logged since the last success; retries do not repeat it."""
-        self._agreement = agreement or EpochAgreement()
-        self.history = CommonHistory(name, store, namespace, self._agreement, writes=writes, clock=clock)
+        self._agreement = context.agreement
+        self.history = CommonHistory(context, store, writes=writes)
         """Documents of the common epoch of a shared medium."""
         self._guard = threading.Lock()
         """Held while the document of a medium of its own is read or written."""

@@ -25,6 +25,7 @@ from tests.tiers.object.rigs import look_for_epoch, namespace_of, tier_of
 from tiering.admin.records import Collected, Limits
 from tiering.epochs.documents import lease_document
 from tiering.epochs.opener import Opener
+from tiering.secondary.contract import TierContext
 from tiering.testing.tier_rig import TierRig, make_namespace
 from tiering.testing.tier_tests import K
 from tiers.object import S3_TIER, S3Options
@@ -124,7 +125,11 @@ def test_machines_that_start_together_agree_on_one_epoch(fake: FakeS3, machines:
     options = S3Options(bucket=fake.bucket, endpoint_url=fake.endpoint, prefix="prod/")
     barrier = threading.Barrier(machines)
     media = [
-        Opener(str(number), _Meeting(options, barrier), make_namespace("m", (BLOCK_BYTES,)), shared=True)
+        Opener(
+            TierContext(str(number), memoryview(b""), (BLOCK_BYTES,), make_namespace("m", (BLOCK_BYTES,))),
+            _Meeting(options, barrier),
+            shared=True,
+        )
         for number in range(machines)
     ]
     with ThreadPoolExecutor(machines) as pool:
