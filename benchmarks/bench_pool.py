@@ -26,7 +26,7 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
 from tiering.medium.block_store import BlockStore
-from tiering.medium.host import IoHost, build_io_host
+from tiering.medium.host import IoHost
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions
 from tiers.mooncake.client import MooncakeOptions, PoolClient, register
@@ -219,7 +219,7 @@ def workload(
     namespace = Namespace.build(model, (BLOCK_BYTES,))
     store = make(rows.data)
     store.open()
-    host = build_io_host(store, options, TierContext("pool", rows.data, (BLOCK_BYTES,), namespace))
+    host = IoHost(store, options, TierContext("pool", rows.data, (BLOCK_BYTES,), namespace))
     try:
         with ThreadPoolExecutor(threads) as pool:
             yield Workload(store, host, rows, namespace, pool)

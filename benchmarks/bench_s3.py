@@ -34,7 +34,7 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.index.shared import object_name
 from tiering.medium.block_store import Done
-from tiering.medium.host import IoHost, build_io_host
+from tiering.medium.host import IoHost
 from tiering.secondary.contract import TierContext, TransferJob
 from tiers.object.bucket_options import S3Options
 from tiers.object.store import ObjectStore
@@ -83,7 +83,7 @@ class Workload:
         memory = self.rows.base
         assert memory is not None
         context = TierContext("s3", memoryview(memory.data), (BLOCK_BYTES,), self.namespace)
-        return store, build_io_host(store, options, context)
+        return store, IoHost(store, options, context)
 
     def job(self, load: bool, prefix: str) -> TransferJob:
         keys = [make_offload_key(at.to_bytes(32, "big"), 0) for at in range(self.count)]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
 from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place
-from tiering.medium.host import IoHost, build_io_host
+from tiering.medium.host import IoHost
 from tiering.secondary.contract import TierContext, TransferJob
 from tiering.secondary.options import BlockTierOptions, BreakerOptions, CompressionOptions, RetryOptions
 from tiering.testing.clock import FakeClock, until
@@ -100,7 +100,7 @@ def running_host(
         breaker=BreakerOptions(failures=failures),
         compression=compression,
     )
-    host = build_io_host(store, options, primary.context(clock), sleep=clock.sleep)
+    host = IoHost(store, options, primary.context(clock), sleep=clock.sleep)
     if single_units:
         host.least_unit_bytes = 0
     try:

@@ -15,7 +15,6 @@ from tests.medium.io_fakes import LOAD, NAMESPACE, PAGE, STORE, Primary, make_jo
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.medium.block_store import BlockIO, BlockStore, Done
 from tiering.medium.frame import Codec, CorruptReason, FrameError, FrameHeader, SequenceSource, parse_header
-from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
@@ -40,7 +39,6 @@ def pipeline_of(
         primary.rows.data,
         name="t",
         breakers=Breakers.build(BreakerOptions(), name="t", clock=clock),
-        stats=IoStats(),
         clock=clock,
         compress=compress,
         element_size=element_size,
@@ -262,7 +260,6 @@ def test_a_view_that_is_no_primary_buffer_is_refused(view: memoryview) -> None:
             view,
             name="t",
             breakers=Breakers.build(BreakerOptions(), name="t", clock=clock),
-            stats=IoStats(),
             clock=clock,
         )
 

@@ -27,7 +27,7 @@ from tiering.index.prober import held_prefix
 from tiering.index.shared import place_prefix as named_prefix
 from tiering.index.tier_index import Probe, TierIndex
 from tiering.medium.block_store import BlockStore, Place
-from tiering.medium.host import build_io_host
+from tiering.medium.host import IoHost
 from tiering.medium.side import IoSide, IoTask
 from tiering.runtime.forks import inert_in_children
 from tiering.secondary.contract import (
@@ -114,7 +114,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         """Index of the blocks on the medium."""
         self._announces = io is None
         """True if the I/O side announces all that it ends; another I/O side promises nothing."""
-        self.io: IoSide = io or build_io_host(store, options, context, element_size=element_size)
+        self.io: IoSide = io or IoHost(store, options, context, element_size=element_size)
         """I/O side of the tier."""
         self.stats = TierStats()
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""

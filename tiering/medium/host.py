@@ -9,8 +9,6 @@ neighbours side by side. Tasks run before loads, and loads before stores. The de
 The threads are started when the tier is opened, and are parked until there is work. There are more of them than units
 may run, so that others go on while some hang in the medium. If no thread can be started, jobs and tasks fail with a
 :class:`TemporaryStoreError`. The component that submitted a task tries again.
-
-:func:`build_io_host` is the only place where the layers around a block store are stacked.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from tiering.medium.layers.attempts import DeadlineLayer, IoStats, MeterLayer, R
 from tiering.medium.layers.breaker import BreakerLayer, BreakerOpenError, Breakers
 from tiering.medium.pipeline import LOG_PERIOD, Pipeline, release_frames
 from tiering.medium.side import IoTask
-from tiering.runtime.depth import DepthBounds
-from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TierContext, TransferJob
@@ -72,41 +68,59 @@ class IoHost:
     :meth:`poll` returns every submitted job exactly once, when nothing of it runs any more, whatever its outcome. The
     scheduler's thread calls all methods, which :class:`~tiering.medium.side.IoSide` describes.
 
+    This is the only place where the layers around a block store are stacked: retry(breaker(deadline(meter(store)))). A
+    pipeline uses them, in as many threads at once as ``options.max_inflight`` allows.
+
     Args:
-        pipeline: runs the units of jobs.
-        name: name of the tier.
-        depth: bounds of the number of units that run at once, for each direction.
-        clock: function that returns monotonic seconds.
-        unit_bytes: maximum bytes of a unit; a single block may be larger.
-        least_unit_bytes: bytes below which no job is cut; default 0, so that a unit may be a single block.
-        stopping: event that is set when the host is closed; default: a new one.
-        news: receiver of an announcement whenever a job or task ends; default: none.
+        store: the medium, without layers.
+        options: options of the tier.
+        context: environment of the tier.
+        element_size: bytes of one KV element, by which compression splits; default 2.
+        sleep: function that waits for some seconds; default: a wait that ends early when the host is closed.
+
+    Raises:
+        ConfigError: the store or the installation does not support the compression.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        store: BlockStore,
+        options: BlockTierOptions,
+        context: TierContext,
         *,
-        name: str,
-        depth: DepthBounds,
-        clock: Callable[[], float] = time.monotonic,
-        unit_bytes: int = BATCH_UNIT_BYTES,
-        least_unit_bytes: int = 0,
-        stopping: threading.Event | None = None,
-        news: News | None = None,
+        element_size: int = 2,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
+        name, clock, depth, batches = context.name, context.clock, options.depth, store.traits.batches
         self.name = name
         """Name of the tier."""
-        self.breakers, self.stats = pipeline.breakers, pipeline.stats
-        self.store: BlockStore = pipeline.store
-        self.stopping = threading.Event() if stopping is None else stopping
+        self.stopping = threading.Event()
         """Event that is set once the host is closed; long tasks check it."""
-        self._pipeline = pipeline
+        self.stats = IoStats()
+        self.breakers = Breakers.build(options.breaker, name=name, clock=clock)
+        metered = MeterLayer(store, self.stats, clock=clock)
+        self.store: BlockStore = RetryLayer(
+            BreakerLayer(DeadlineLayer(metered, clock=clock), self.breakers),
+            options.retries,
+            self.stats,
+            clock=clock,
+            sleep=self.stopping.wait if sleep is None else sleep,
+            stopping=self.stopping.is_set,
+        )
+        self._pipeline = Pipeline(
+            self.store,
+            context.primary_view,
+            name=name,
+            breakers=self.breakers,
+            clock=clock,
+            compress=isinstance(options, CompressionOptions) and options.compression == "zstd",
+            element_size=element_size,
+        )
         self._clock = clock
-        self.unit_bytes = unit_bytes
+        self.unit_bytes = BATCH_UNIT_BYTES if batches else SINGLE_UNIT_BYTES
         """Maximum bytes of a unit; a single block may be larger."""
-        self.least_unit_bytes = least_unit_bytes
-        """Bytes below which no job is cut."""
+        self.least_unit_bytes = LEAST_UNIT_BYTES if batches else 0
+        """Bytes below which no job is cut; 0 if a unit may be a single block."""
         self.lanes = Lanes(depth, clock)
         """Units that wait and run, and the depth of each direction."""
         self._threads = ThreadPool(f"kv-{name}-io", depth.most + depth.start + TASK_THREADS, clock)
@@ -115,7 +129,7 @@ class IoHost:
         """True while a thread has been woken for units and has not begun to look for them."""
         self._ended: deque[TransferJob | _TaskDone] = deque()
         self._news = threading.Event()
-        self._announce = (news or News()).announce
+        self._announce = context.news.announce
         self._lock = threading.Lock()
         self._submitted = 0
         self._reported = 0
@@ -399,64 +413,6 @@ class IoHost:
         self._ended.append(item)
         self._news.set()
         self._announce()
-
-
-def build_io_host(
-    store: BlockStore,
-    options: BlockTierOptions,
-    context: TierContext,
-    *,
-    element_size: int = 2,
-    sleep: Callable[[float], object] | None = None,
-) -> IoHost:
-    """Build the I/O side of one tier around ``store``, without opening or starting anything.
-
-    The layers are retry(breaker(deadline(meter(store)))). A pipeline uses them, in as many threads at once as
-    ``options.max_inflight`` allows.
-
-    Args:
-        store: the medium, without layers.
-        options: options of the tier.
-        context: environment of the tier.
-        element_size: bytes of one KV element, by which compression splits; default 2.
-        sleep: function that waits for some seconds; default: a wait that ends early when the host is closed.
-
-    Raises:
-        ConfigError: the store or the installation does not support the compression.
-    """
-    clock, stopping = context.clock, threading.Event()
-    stats = IoStats()
-    breakers = Breakers.build(options.breaker, name=context.name, clock=clock)
-    metered = MeterLayer(store, stats, clock=clock)
-    guarded = BreakerLayer(DeadlineLayer(metered, clock=clock), breakers)
-    layered = RetryLayer(
-        guarded,
-        options.retries,
-        stats,
-        clock=clock,
-        sleep=stopping.wait if sleep is None else sleep,
-        stopping=stopping.is_set,
-    )
-    pipeline = Pipeline(
-        layered,
-        context.primary_view,
-        name=context.name,
-        breakers=breakers,
-        stats=stats,
-        clock=clock,
-        compress=isinstance(options, CompressionOptions) and options.compression == "zstd",
-        element_size=element_size,
-    )
-    return IoHost(
-        pipeline,
-        name=context.name,
-        depth=options.depth,
-        clock=clock,
-        unit_bytes=BATCH_UNIT_BYTES if store.traits.batches else SINGLE_UNIT_BYTES,
-        least_unit_bytes=LEAST_UNIT_BYTES if store.traits.batches else 0,
-        stopping=stopping,
-        news=context.news,
-    )
 
 
 def _waits(clock: Callable[[], float], deadline: float) -> Iterator[float]:

@@ -33,7 +33,6 @@ from tiering.medium.frame import (
     encode_header,
     verify,
 )
-from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import BreakerOpenError, Breakers
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TransferJob
@@ -82,7 +81,6 @@ class Pipeline:
         primary_view: writable memoryview of the primary rows: uint8, shape (num_rows, row_stride_bytes).
         name: name of the tier.
         breakers: circuit breakers of the tier.
-        stats: counters of the layers, which the pipeline passes on.
         clock: function that returns monotonic seconds.
         compress: compress stores, where the store takes blocks of any size; loads are always decoded. Default False.
         element_size: bytes of one KV element; default 2.
@@ -99,7 +97,6 @@ class Pipeline:
         *,
         name: str,
         breakers: Breakers,
-        stats: IoStats,
         clock: Callable[[], float],
         compress: bool = False,
         element_size: int = 2,
@@ -116,14 +113,7 @@ class Pipeline:
                     f"tier {name}: compression: this medium has blocks of a fixed size, so compression gains nothing"
                 )
             load_zstandard()
-        self.store = store
-        """The medium with its layers."""
-        self.breakers = breakers
-        """Circuit breakers of the tier."""
-        self.stats = stats
-        """Counters of the I/O."""
-        self.name = name
-        """Name of the tier."""
+        self._store, self._breakers, self._name = store, breakers, name
         self._traits = store.traits
         self._compress = compress
         self._element_size = element_size
@@ -149,7 +139,7 @@ class Pipeline:
         Raises:
             PermanentStoreError: the job has rows or sizes outside the primary tier, or the store broke its contract.
         """
-        if not self.breakers.allows(load=job.is_promotion):
+        if not self._breakers.allows(load=job.is_promotion):
             return [BreakerOpenError(f"the tier takes no {job.verb}s for the time being")] * len(positions)
         if job.deadline <= self._clock():
             return [OverdueError("the deadline passed while the job was waiting")] * len(positions)
@@ -157,17 +147,17 @@ class Pipeline:
         sizes = [job.sizes[position] for position in positions]
         if min(rows) < 0 or max(rows) >= self._num_rows or min(sizes) <= 0 or max(sizes) > self._stride:
             raise PermanentStoreError(
-                f"tier {self.name}: job {job.job_id} has rows or sizes outside the primary buffer"
+                f"tier {self._name}: job {job.job_id} has rows or sizes outside the primary buffer"
             )
         if (self._address | self._stride) % self._traits.alignment:
             raise PermanentStoreError(
-                f"tier {self.name}: rows are not aligned to the {self._traits.alignment} bytes that the medium needs"
+                f"tier {self._name}: rows are not aligned to the {self._traits.alignment} bytes that the medium needs"
             )
-        unit = self._load if job.is_promotion else self._store
+        unit = self._get if job.is_promotion else self._put
         outcomes = unit(job, positions, rows, sizes)
         if len(outcomes) != len(positions):
             raise PermanentStoreError(
-                f"tier {self.name}: the store gave {len(outcomes)} outcomes for {len(positions)} blocks"
+                f"tier {self._name}: the store gave {len(outcomes)} outcomes for {len(positions)} blocks"
             )
         for outcome in outcomes:
             if isinstance(outcome, StoreError):
@@ -176,7 +166,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------------ store
 
-    def _store(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+    def _put(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         if self._compress and self._traits.alignment == 1:
             return self._store_compressed(job, positions, rows, sizes)
         memory, stride, alignment = self._memory, self._stride, self._traits.alignment
@@ -201,7 +191,7 @@ class Pipeline:
                 np.frombuffer(memory[end : end + padding], np.uint8).fill(0)
                 payload = memory[end - size : end + padding]
             blocks.append(BlockIO(key, job.places[position], header, payload, job.deadline))
-        return self.store.put(blocks)
+        return self._store.put(blocks)
 
     def _store_compressed(
         self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]
@@ -233,12 +223,12 @@ class Pipeline:
                 )
                 payload = raw if kind is Codec.RAW else scratch[:length]
                 blocks.append(BlockIO(key, job.places[positions[at]], header, payload, job.deadline))
-            outcomes += self.store.put(blocks)
+            outcomes += self._store.put(blocks)
         return outcomes
 
     # ------------------------------------------------------------------------------------------------------------- load
 
-    def _load(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
+    def _get(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         memory, stride, alignment = self._memory, self._stride, self._traits.alignment
         headers = self._buffers.get_headers.take(len(rows), self._traits.header_bytes)
         blocks = [
@@ -251,7 +241,7 @@ class Pipeline:
             )
             for header, position, row, size in zip(headers, positions, rows, sizes, strict=True)
         ]
-        outcomes = self.store.get(blocks)
+        outcomes = self._store.get(blocks)
         if len(outcomes) == len(blocks):
             self._verify(blocks, sizes, outcomes, job.fingerprint)
         return outcomes
@@ -285,7 +275,7 @@ class Pipeline:
         if refused and (count := self._refused.admit(len(refused))):
             _log.warning(
                 "tier %s: %d block(s) on the medium were refused and count as misses; the last: %s",
-                self.name,
+                self._name,
                 count,
                 refused[-1],
             )

@@ -10,7 +10,6 @@ import pytest
 
 from tests.medium.io_fakes import LOAD, STORE, Primary, make_job, outcome_names
 from tiering.medium.block_store import Done, Outcome
-from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
@@ -95,7 +94,7 @@ class Rig:
         clock = FakeClock()
         breakers = Breakers.build(BreakerOptions(), name="t", clock=clock)
         view = self.primary.rows.data
-        self._pipeline = Pipeline(self.store, view, name="t", breakers=breakers, stats=IoStats(), clock=clock)
+        self._pipeline = Pipeline(self.store, view, name="t", breakers=breakers, clock=clock)
 
     def put(self, first: int) -> list[Outcome]:
         """Store blocks ``first`` and the next ones into slots 0 to 3."""
