@@ -153,9 +153,9 @@ def _store(index: SlotIndex, count: int, longest: Longest, kind: str, dice: rand
 def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: Longest) -> int:
     """Copy and write a checkpoint while blocks are looked up, and return the growth of the resident size."""
     files = Files()
-    marks = WrittenMarks(bench.directory, geometry, files, durable=False)
+    marks = WrittenMarks(Segments(bench.directory, geometry, files), durable=False)
     before = most = _resident()
-    writer = CheckpointWriter(bench.directory, geometry, bytes(16), marks.begin(), 1, files)
+    writer = CheckpointWriter(Segments(bench.directory, geometry, files), bytes(16), marks.begin(), 1)
     slices: queue.SimpleQueue[SlotsSlice | None] = queue.SimpleQueue()
     written: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -182,7 +182,7 @@ def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: L
 def _read(bench: Bench, geometry: SegmentGeometry, longest: Longest, count: int) -> None:
     index = SlotIndex(geometry.num_slots)
     segments = Segments(bench.directory, geometry, Files())
-    marks = WrittenMarks(bench.directory, geometry, Files(), durable=False)
+    marks = WrittenMarks(Segments(bench.directory, geometry, Files()), durable=False)
     batches: queue.Queue[RecoveredBatch | None] = queue.Queue(2)
     everything = tuple(range(geometry.max_segments))
 

@@ -100,9 +100,9 @@ def _lookups(bench: Bench, index: SlotIndex, held: list[bytes]) -> None:
 def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) -> None:
     geometry = SegmentGeometry(2 << 20, 512, -(-count // 512))
     files = Files()
-    marks = WrittenMarks(bench.directory, geometry, files, durable=False)
+    marks = WrittenMarks(Segments(bench.directory, geometry, files), durable=False)
     begin = time.perf_counter()
-    writer = CheckpointWriter(bench.directory, geometry, bytes(16), marks.begin(), 1, files)
+    writer = CheckpointWriter(Segments(bench.directory, geometry, files), bytes(16), marks.begin(), 1)
     longest = copying = 0.0
     for start in range(0, geometry.num_slots, SLICE_SLOTS):
         step = time.perf_counter()
@@ -122,7 +122,7 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
         restored.clear()
         fresh = SlotIndex(geometry.num_slots)
         segments = Segments(bench.directory, geometry, files)
-        reopened = WrittenMarks(bench.directory, geometry, files, durable=False)
+        reopened = WrittenMarks(Segments(bench.directory, geometry, files), durable=False)
         begin = time.perf_counter()
         longest = 0.0
         fresh.begin_recovery()

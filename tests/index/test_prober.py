@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.index.prober import PROBE_WIDTH, held_prefix
+from tiering.index.shared import PROBE_WIDTH, held_prefix
 from tiering.index.tier_index import Probe
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.testing.keys import keys_of, number_of

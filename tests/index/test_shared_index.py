@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tiering.index import shared
-from tiering.index.prober import held_prefix
-from tiering.index.shared import MAX_PROBES, REFUSED_SECONDS, SharedIndex
+from tiering.index.shared import MAX_PROBES, REFUSED_SECONDS, SharedIndex, held_prefix
 from tiering.index.tier_index import Probe
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer

@@ -23,7 +23,7 @@ from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.transfers import BlockTransfers
 from tiering.errors import ConfigError
-from tiering.index.prober import held_prefix
+from tiering.index.shared import held_prefix
 from tiering.index.shared import place_prefix as named_prefix
 from tiering.index.tier_index import Probe, TierIndex
 from tiering.medium.block_store import BlockStore, Place

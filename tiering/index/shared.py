@@ -1,8 +1,12 @@
 """Index of a medium shared with other processes: expiring results of probes, in bounded memory.
 
-The place of a block is a name: that of the namespace, the fingerprint of the epoch, and the key. The index need not
-remember places. The index remembers whether a
-load of the key is worth trying. Unknown keys are probed once per prefix. Their lookups stay undecided until a deadline.
+The place of a block is a name: that of the namespace, the fingerprint of the epoch, and the key. So the index need not
+remember places. It remembers whether a load of the key is worth trying. Unknown keys are probed once per prefix. Their
+lookups stay undecided until a deadline.
+
+A prefix is held up to some point. A probe runs on the I/O side: it looks at exponential distances until a block is
+absent, then narrows the gap. Each round asks for several positions at once, because a round trip costs far more than a
+question. A cautious probe, which most likely finds nothing, asks for the first block alone to begin with.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import ClassVar, NamedTuple, Self
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.index.tier_index import Probe, Progress, StorePlan, TierIndex
-from tiering.medium.block_store import Place
+from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.options import SharedOptions
 from tiering.table.disposal import DISPOSAL, Table
@@ -34,6 +38,11 @@ MAX_REFUSED = 1 << 16
 
 _MISSED = float("-inf")
 _NEVER = float("inf")
+
+PROBE_WIDTH = 8
+"""Number of positions probed in one round."""
+
+_GROWTH = 4
 
 REFUSED_SECONDS = 3600.0
 """Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
@@ -380,3 +389,58 @@ class SharedIndex(TierIndex):
     def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
         while len(table) > self._max_entries:
             table.popitem(last=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- probes
+
+
+def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, width: int = PROBE_WIDTH) -> int | None:
+    """Return how many leading keys of ``probe`` the medium holds; None if the first is not known.
+
+    Other keys about which the medium gives no answer count as absent. Positions between two held ones are assumed to be
+    held: if such a block is absent, its load is a miss.
+
+    Args:
+        ask: probes the places given to it (:meth:`~tiering.medium.block_store.BlockStore.probe`).
+        probe: the probe to run.
+        width: number of positions probed in one round.
+    """
+    held, missing = 0, len(probe.keys)
+    bounded = False
+    if probe.cautious and missing > 1:
+        (first,) = ask([probe.place_of(probe.keys[0])]).held
+        if not first:
+            return None if first is None else 0
+        held = probe.progress.held = 1
+    while held < missing:
+        positions = _narrow(held, missing, width) if bounded else _reach(held, missing, width)
+        answers = ask([probe.place_of(probe.keys[position]) for position in positions]).held
+        for position, answer in zip(positions, answers, strict=True):
+            if not answer:
+                if answer is None and position == 0:
+                    return None
+                missing, bounded = position, True
+                break
+            held = position + 1
+        probe.progress.held = held
+    return held
+
+
+def _reach(held: int, end: int, width: int) -> list[int]:
+    """Return positions from ``held`` on at exponentially growing distances, ending at the chain's last."""
+    positions: list[int] = []
+    step = 1
+    while len(positions) < width and held + step - 1 < end - 1:
+        positions.append(held + step - 1)
+        step *= _GROWTH
+    if len(positions) < width:
+        positions.append(end - 1)
+    return positions
+
+
+def _narrow(held: int, missing: int, width: int) -> list[int]:
+    """Return positions that divide the gap between ``held`` and ``missing`` evenly; all, if it is short."""
+    gap = missing - held
+    if gap <= width:
+        return list(range(held, missing))
+    return [held + gap * (part + 1) // (width + 1) for part in range(width)]

@@ -41,6 +41,7 @@ from xxhash import xxh3_128
 
 from tiering.tier import Files, SlotsSlice, fresh_name
 from tiers.local.layout import SegmentGeometry
+from tiers.local.segments import Segments
 
 CHECKPOINT_NAME = "checkpoint"
 
@@ -122,29 +123,18 @@ class CheckpointWriter:
     A writer holds no open file and no memory, so that one that is not finished needs no end.
 
     Args:
-        directory: the directory.
-        geometry: shape of the segments.
+        segments: the segments whose slots are copied.
         fingerprint: fingerprint of the namespace and epoch.
         generation: generation of marks that has begun.
         sequence: sequence number of the checkpoint.
-        files: file operations.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        geometry: SegmentGeometry,
-        fingerprint: bytes,
-        generation: int,
-        sequence: int,
-        files: Files,
-    ) -> None:
+    def __init__(self, segments: Segments, fingerprint: bytes, generation: int, sequence: int) -> None:
         self.generation = generation
-        self._path = directory / CHECKPOINT_NAME
-        self._geometry = geometry
+        self._path = segments.directory / CHECKPOINT_NAME
+        self._geometry, self._files = segments.geometry, segments.files
         self._fingerprint = fingerprint
         self._sequence = sequence
-        self._files = files
         self._blocks = self._pieces = 0
         self._digest = xxh3_128()
         self._end = _HEADER.size + _DIGEST_BYTES
@@ -309,21 +299,17 @@ class WrittenMarks:
     """The marks of one directory. Any thread may call :meth:`mark`. Methods raise :class:`OSError`.
 
     Args:
-        directory: the tier's directory.
-        geometry: the shape of the segments.
-        files: file operations to use.
+        segments: the segments to mark.
         durable: marks survive a loss of power, not only the death of the process.
     """
 
-    def __init__(self, directory: Path, geometry: SegmentGeometry, files: Files, *, durable: bool) -> None:
-        self._directory = directory
-        self._geometry = geometry
-        self._files = files
+    def __init__(self, segments: Segments, *, durable: bool) -> None:
+        self._directory, self._geometry, self._files = segments.directory, segments.geometry, segments.files
         self._durable = durable
         self._current: _Generation | None = None
         self.generation = 0
         """Number of the current generation."""
-        self.marked: Container[int] = range(geometry.max_segments)
+        self.marked: Container[int] = range(segments.geometry.max_segments)
         """Segments that need no :meth:`mark` before a write.
 
         Those are the ones that are marked in the current generation; all segments before the first generation.

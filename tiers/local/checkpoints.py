@@ -111,9 +111,7 @@ class Checkpoints(Chore):
                 self.wake()
                 return
             self._position = 0
-            self._writer = CheckpointWriter(
-                store.directory, store.geometry, namespace.fingerprint, generation, SEQUENCE.take(1), store.files
-            )
+            self._writer = CheckpointWriter(store.segments, namespace.fingerprint, generation, SEQUENCE.take(1))
 
         self.run(begin, begun)
 

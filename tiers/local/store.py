@@ -182,7 +182,7 @@ class LocalStore(BatchStore):
                     self.directory,
                     len(strangers),
                 )
-        marks = self._marks = WrittenMarks(self.directory, self.geometry, self.files, durable=self.durable)
+        marks = self._marks = WrittenMarks(segments, durable=self.durable)
         new_segments = NewSegments(segments, room, marks)
         self.remembered, self.fresh = remember(segments, marks), []
         if not self.remembered.segments:

@@ -16,6 +16,7 @@ from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, WrittenMarks, read_checkpoint
 from tiers.local.layout import SegmentGeometry
+from tiers.local.segments import Segments
 
 K = [key_of(number) for number in range(64)]
 
@@ -50,12 +51,12 @@ def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monke
 
 def test_marks_that_are_lost_are_not_taken_for_new_ones(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 2)
-    marks = WrittenMarks(tmp_path, geometry, Files(), durable=False)
+    marks = WrittenMarks(Segments(tmp_path, geometry, Files()), durable=False)
     generation = marks.begin()
     marks.close()
     (path,) = tmp_path.glob("written-*")
     path.unlink()
-    marks = WrittenMarks(tmp_path, geometry, Files(), durable=False)
+    marks = WrittenMarks(Segments(tmp_path, geometry, Files()), durable=False)
     assert marks.resume(generation) is None
     assert marks.begin() > generation
     marks.close()

@@ -28,6 +28,7 @@ from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME, Checkpoint, CheckpointWriter, read_checkpoint
 from tiers.local.feed import RecoveryFeed
 from tiers.local.layout import PAGE, SegmentGeometry
+from tiers.local.segments import Segments
 
 K = [key_of(number) for number in range(128)]
 
@@ -493,7 +494,7 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     plan = index.plan_store(keys, 0.0)
     index.end_store(keys, plan.places, [True] * 3, 0.0)
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
-    writer = CheckpointWriter(tmp_path, geometry, bytes(16), 1, 7, Files())
+    writer = CheckpointWriter(Segments(tmp_path, geometry, Files()), bytes(16), 1, 7)
     for start in range(0, 16, 5):
         writer.add(index.slice(start, min(start + 5, 16)))
     writer.finish()
@@ -555,7 +556,7 @@ class _Written:
 
 def test_a_checkpoint_is_written_in_pieces_that_are_read_in_the_order_of_use(tmp_path: Path) -> None:
     world = _Written()
-    writer = CheckpointWriter(tmp_path, world.geometry, bytes(range(16)), 3, 7, Files())
+    writer = CheckpointWriter(Segments(tmp_path, world.geometry, Files()), bytes(range(16)), 3, 7)
     body = b""
     for start in range(0, 64, 10):
         writer.add(world.index.slice(start, start + 10))
@@ -595,7 +596,7 @@ def test_a_checkpoint_of_the_version_before_is_read_and_one_of_the_version_after
 )
 def test_a_checkpoint_whose_counts_are_wrong_is_not_used(tmp_path: Path, counts: tuple[int, ...]) -> None:
     world, path = _Written(), tmp_path / CHECKPOINT_NAME
-    writer = CheckpointWriter(tmp_path, world.geometry, bytes(range(16)), 3, 7, Files())
+    writer = CheckpointWriter(Segments(tmp_path, world.geometry, Files()), bytes(range(16)), 3, 7)
     for start in range(0, 64, 10):
         writer.add(world.index.slice(start, start + 10))
     writer.finish(world.modified)
@@ -607,7 +608,7 @@ def test_a_checkpoint_whose_counts_are_wrong_is_not_used(tmp_path: Path, counts:
 
 def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
-    writer = CheckpointWriter(tmp_path, geometry, bytes(16), 1, 7, Files())
+    writer = CheckpointWriter(Segments(tmp_path, geometry, Files()), bytes(16), 1, 7)
     writer.add(SlotIndex(16).slice(0, 16))
     assert writer.finish() == 0
     checkpoint = read_checkpoint(tmp_path, geometry)

@@ -30,6 +30,7 @@ from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
 from tiers.local.checkpoint import WrittenMarks
 from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
 from tiers.local.new_segments import SegmentPace
+from tiers.local.segments import Segments
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20
@@ -140,7 +141,7 @@ def test_one_read_that_fails_does_not_fail_the_other_reads_of_a_call(store: Loca
 
 
 def marks_of(store: LocalStore, generation: int) -> set[int] | None:
-    marks = WrittenMarks(store.directory, GEOMETRY, Files(), durable=False)
+    marks = WrittenMarks(Segments(store.directory, GEOMETRY, Files()), durable=False)
     try:
         return marks.resume(generation)
     finally:
