@@ -124,7 +124,7 @@ class RawBlock:
 
 
 class Settlement(enum.Enum):
-    """What became of a block that a load refused as corrupt: the first three need no decision of the store."""
+    """End of a block that a load refused as corrupt; the first three need no decision of the store."""
 
     GONE = "it is not there any more"
     SOUND = "a second read is sound: suspect the memory of this machine, or a proxy; the block is left there"

@@ -1,4 +1,4 @@
-"""Client of a Mooncake pool: its options, its life, and the end of transfers before memory is used again.
+"""Client of a Mooncake pool: its options, its life, and the end of its transfers.
 
 Mooncake's client is native code with threads of its own. Three of its properties need care:
 
