@@ -362,7 +362,8 @@ class ValkeyCoordination:
 
     def _unfilled(self, scope: Scope, error: StoreError) -> None:
         self._filling, scope.incomplete = False, True
-        logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
+        if not self._stop.is_set():
+            logger.warning("tier %s: the fleet's directory cannot be filled: %s", self._name, error)
 
     def _fill(self, directory: Directory) -> None:
         """Add the blocks of the medium to a directory; machines add those that they store meanwhile."""

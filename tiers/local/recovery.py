@@ -219,7 +219,7 @@ class _Recovery:
         modified = yield from _repeated(self._segments.modified)
         for number in sorted(self._numbers, key=lambda number: modified.get(number, (0, 0))[1]):
             slots = self._slots_of(number)
-            headers = yield from _repeated(partial(self._scan, slots), found.batches)
+            headers = yield from _repeated(partial(self._scan, slots), found.some)
             found.add(slots, headers, self._fingerprint)
             if self._stop.is_set():
                 return
@@ -289,7 +289,7 @@ class _Recovery:
 
 
 def _repeated(
-    call: Callable[[], T], found: Callable[[], Iterable[RecoveredBatch]] = tuple
+    call: Callable[[], T], found: Callable[[], Iterable[RecoveredBatch]] = list
 ) -> Generator[RecoveredBatch | Exception, None, T]:
     """Return the result of ``call``; before another call, yield what was ``found`` so far, and the error."""
     while True:
@@ -373,6 +373,10 @@ class _Found:
             else:
                 self._free.append(slot)
         self._old.clear()
+
+    def some(self) -> Iterator[RecoveredBatch]:
+        """Yield what :meth:`batches` does, or nothing if no header was added since."""
+        return self.batches() if self.slots else iter(())
 
     def batches(self) -> Iterator[RecoveredBatch]:
         """Yield all blocks that were added and not confirmed, each once. The block written last comes last."""

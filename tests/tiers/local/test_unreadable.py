@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.local.rig import LocalRig, opened
+from tiering.errors import TemporaryStoreError
 from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
 from tiers.local.checkpoint import CHECKPOINT_NAME
+from tiers.local.recovery import RecoveredBatch, Remembered, recover
+from tiers.local.segments import Segments
 
 K = [key_of(number) for number in range(30)]
 
@@ -117,3 +120,34 @@ def test_a_recovery_that_is_interrupted_again_and_again_tells_of_each_slot_once(
     for line in ("recovery is interrupted", "reading all headers", "recovery is complete after"):
         assert caplog.text.count(line) == 1
     assert rig.close()
+
+
+def test_a_recovery_that_fails_again_brings_nothing_else_and_goes_on_where_it_was(path: Path) -> None:
+    """Anything in between would count as progress, and the waits between two attempts would not grow."""
+    failing = False
+
+    def fail(operation: str, path: Path) -> None:
+        if failing and operation == "read":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with opened(path) as rig:
+        geometry, namespace = rig.tier.store.geometry, rig.tier.namespace
+        assert namespace is not None
+        fingerprint = namespace.fingerprint
+    (path / CHECKPOINT_NAME).unlink()
+    device = FaultyDevice()
+    device.fail = fail
+    segments = Segments(path, geometry, device)
+    numbers = tuple(segments.adopt())
+    recovery = recover(segments, Remembered(numbers), fingerprint, threading.Event())
+    failing = True
+    assert [type(next(recovery)) for _ in range(3)] == [TemporaryStoreError] * 3
+    failing = False
+    batches = list(recovery)
+    segments.close()
+    found = [batch for batch in batches if isinstance(batch, RecoveredBatch)]
+    assert len(found) == len(batches)
+    assert sorted(key for batch in found for key in batch.keys) == sorted(K)
+    slots = [slot for batch in found for slots in (batch.slots, batch.free) for slot in slots.tolist()]
+    assert sorted(slots) == list(range(geometry.slots_per_segment * len(numbers)))
+    assert [batch.last for batch in found] == [False] * (len(found) - 1) + [True]
