@@ -266,7 +266,7 @@ def test_blocks_that_were_left_before_a_reset_are_not_asked_for() -> None:
 
 
 def test_the_blocks_that_are_remembered_as_left_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiering.index.coordinated.MAX_LEFT", 3)
+    monkeypatch.setattr("tiers.coordination.coordinated.MAX_LEFT", 3)
     left = LeftBlocks(LAPSE, lambda: 0.0)
     left.add(K[:2], 0.0)
     left.add(K[2:4], 0.0)
