@@ -183,6 +183,16 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Blocks a second. Requests compute the blocks whose promotion failed or missed its deadline.",
             unit="ops",
         ),
+        Panel(
+            "Loads slower than computing",
+            {
+                "{{tier}} computed": _tier_rate("loads_gated"),
+                "{{tier}} cut off": _tier_rate("loads_cut"),
+                "{{tier}} computes now": _tier_gauge("gate_closed"),
+            },
+            "Blocks a second of tiers with load_or_compute: auto. If it goes on, the tier is too slow for this engine.",
+            unit="ops",
+        ),
     ),
     "Capacity": (
         Panel(

@@ -40,6 +40,7 @@ GIVEN: Mapping[type[TierOptions], Mapping[str, object]] = {
         "max_inflight": 2,
         "primary_share": 0.25,
         "min_prefix_blocks": 2,
+        "load_or_compute": "auto",
     },
     CapacityOptions: {"capacity": "1GiB"},
     SlotOptions: {"high_watermark": 0.5, "low_watermark": 0.25, "eviction": "arc"},

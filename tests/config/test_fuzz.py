@@ -191,6 +191,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "max_inflight": st.integers(1, 128),
     "primary_share": shares,
     "min_prefix_blocks": st.integers(1, 99),
+    "load_or_compute": st.sampled_from(["auto", "always", "never"]),
     "required": st.booleans(),
 }
 SLOTS: dict[str, st.SearchStrategy[Any]] = {"high_watermark": shares, "eviction": st.sampled_from(["lru", "arc"])}

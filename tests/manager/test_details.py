@@ -43,6 +43,8 @@ CALLS: dict[str, Call] = {
     "take_events": lambda rig: rig.manager.take_events(),
     "still_pending": lambda rig: rig.manager.still_pending(rig.ctx),
     "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
+    "note_compute": lambda rig: rig.manager.note_compute([0.0]),
+    "waits_until": lambda rig: rig.manager.waits_until(rig.ctx),
     "open_tier": lambda rig: rig.manager.open_tier(0, 0.0),
     "get_stats": lambda rig: rig.manager.get_stats(),
     "reset_cache": lambda rig: rig.manager.reset_cache(),

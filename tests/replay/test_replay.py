@@ -127,6 +127,27 @@ def test_a_saturated_tier_is_told_by_the_result_and_not_by_the_log(caplog: pytes
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("speed", "served"), [(2, 8), (0.05, 0)])
+def test_a_tier_that_is_slower_than_computing_is_left_out(speed: float, served: int) -> None:
+    disk = MediumModel(
+        read_bytes_per_second=int(speed * 10 * BLOCK_BYTES), write_bytes_per_second=1000 * BLOCK_BYTES, latency=0.01
+    )
+    model = MODEL.model_copy(update={"tiers": {"local": disk}})
+    trace = [request(100 * number, range(8 * (number % 3), 8 * (number % 3) + 8)) for number in range(12)]
+    chosen, always, never = (
+        replayed(trace, 16, {**DISK, "load_or_compute": rule}, model=model) for rule in ("auto", "always", "never")
+    )
+    assert hits(always)["local"] == 9 * 8
+    assert hits(never)["local"] == 0
+    if served:
+        assert hits(chosen) == hits(always)
+    else:
+        # The first load shows how slow the disk is: its request waits as long as computing takes.
+        assert hits(chosen)["local"] < 8
+        assert chosen.ttft_mean <= never.ttft_mean + 0.9 / 12
+        assert chosen.ttft_mean < always.ttft_mean / 5
+
+
 def test_second_touch_writes_only_what_comes_again() -> None:
     trace = [request(100 * n, [*range(4), *range(100 * n + 10, 100 * n + 14)]) for n in range(5)]
     everything = replayed(trace, 1000, DISK).tiers[1]

@@ -86,6 +86,8 @@ class LookupOutcome(NamedTuple):
     """Names of the tiers that failed to load the block for the request."""
     tiers: tuple[tuple[str, int], ...]
     """Names of the secondary tiers that the request may use, each with the least blocks of a load."""
+    gated: tuple[str, ...] = ()
+    """Names of the tiers from which loads take longer than computing; default: none."""
 
 
 class Unstored(NamedTuple):
@@ -284,6 +286,19 @@ class OffloadingManager(ABC):
         The call changes nothing.
         """
         return {}
+
+    @property
+    def gates_loads(self) -> bool:
+        """True if the manager chooses between loading and computing, by :meth:`note_compute`; default False."""
+        return False
+
+    def note_compute(self, seconds: Sequence[float]) -> None:
+        """Note how long the engine takes to compute one block of each KV-cache group at present.
+
+        Args:
+            seconds: seconds of one block, by group: infinity for a group whose blocks are always loaded, 0 if nothing
+                is known yet. Before the first call, all blocks are loaded.
+        """
 
     def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:
         """Return why a request does not load the first block that it misses; None (default): not known.

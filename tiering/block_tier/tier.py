@@ -132,6 +132,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             primary_share=options.primary_share,
             max_load_blocks=min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART,
             min_prefix_blocks=options.min_prefix_blocks,
+            load_or_compute=options.load_or_compute,
             fill=options.admission != "none",
             announces_news=self._announces,
             mixes_requests=True,

@@ -279,7 +279,10 @@ class BlockTransfers:
 
     def _finish(self, job: TransferJob, successful: Sequence[OffloadKey]) -> None:
         complete = len(successful) == len(job.keys)
-        self._finished.append(JobResult(job.job_id, complete, None if complete else list(successful)))
+        seconds = None if job.ended_at is None else job.ended_at - job.submitted_at
+        self._finished.append(
+            JobResult(job.job_id, complete, None if complete else list(successful), transfer_time=seconds)
+        )
 
     def _end(self, job: TransferJob) -> None:
         if self._running.pop(job.job_id, None) is None:

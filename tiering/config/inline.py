@@ -12,6 +12,7 @@ from typing import Any
 from tiering.config.problems import Problem, refuse, unknown_word
 from tiering.config.stack_file import HintOptions, StackConfig, load_stack
 from tiering.errors import ConfigError
+from tiering.secondary.options import BlockTierOptions
 
 TIER_CLASS = "KVTieringTier"
 """Name of the class that vLLM's own tiering loads, together with :data:`TIER_MODULE`."""
@@ -85,6 +86,10 @@ def _without_effect(stack: StackConfig) -> Iterator[Problem]:
         yield Problem(("record_trace",), "needs the TieringConnector, which sees the prompts; leave it out")
     if stack.hints != HintOptions():
         yield Problem(("hints",), "needs the TieringConnector, which sees the sessions; leave it out")
+    for index, tier in enumerate(stack.secondary):
+        if isinstance(tier, BlockTierOptions) and tier.load_or_compute == "auto":
+            text = "auto needs the TieringConnector, which measures the engine; write always or never"
+            yield Problem(("secondary", index, "load_or_compute"), text)
 
 
 def is_tier(given: Mapping[str, Any]) -> bool:

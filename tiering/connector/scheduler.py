@@ -45,6 +45,7 @@ from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.metrics import MISSES
 from tiering.connector.misses import Misses
+from tiering.connector.prefill import PrefillSpeed
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
 from tiering.connector.shared_loads import SharedLoads, sharer_wait
@@ -133,6 +134,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._misses = None
         if explaining is not None:
             self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
+        self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._warn_hints = LimitedWarning(logger, clock)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
@@ -236,6 +238,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._forget_held()
         if self._misses is not None:
             self._misses.end_step(scheduler_output.scheduled_new_reqs)
+        if self._prefill is not None:
+            self._prefill.built(scheduler_output)
         metadata = NOTHING_TO_DO
         if ordered is not None:
             loads, failed_loads = ordered
@@ -275,6 +279,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             connector_output: reports of one step, merged over the workers.
         """
         output = connector_output
+        if self._prefill is not None:
+            self._prefill.ended()
         if output.kv_connector_worker_meta is not None or output.invalid_block_ids or output.finished_recving:
             self._process(output)
 

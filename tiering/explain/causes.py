@@ -37,6 +37,7 @@ class Reason(IntEnum):
     FAILED = 3
     SHORT = 4
     UNAVAILABLE = 5
+    GATED = 6
 
     @property
     def word(self) -> str:
@@ -66,6 +67,7 @@ REASONS = {
     Reason.LATE: "the load was overdue, or found no row of the CPU tier",
     Reason.FAILED: "the tier failed to load it",
     Reason.SHORT: "fewer blocks than the tier's min_prefix_blocks",
+    Reason.GATED: "computing took less time than a load, or the tier's load_or_compute is never",
     Reason.UNAVAILABLE: "the tier did not offer it when asked: out of service, too late, or gone from the medium",
 }
 """Sentence of each reason why a held block was not loaded."""

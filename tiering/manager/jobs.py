@@ -309,6 +309,8 @@ class TierJobs:
             ctx, deadline = promotion.owner.ctx, state.deadline(now)
             job = TransferJob(next(self._ids), tuple(promotion.keys), rows, True, ctx, now, False, deadline)
             self._loads[job.job_id] = promotion
+            if state.gate is not None:
+                state.gate.begin(len(job.keys), now)
             self._submit(state, state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
@@ -363,6 +365,10 @@ class TierJobs:
             return
         del state.jobs[job.job_id]
         if job.is_promotion:
+            if state.gate is not None:
+                now, seconds = self._clock(), result.transfer_time
+                ended = now if type(seconds) is not float else min(now, job.submitted_at + max(0.0, seconds))
+                state.gate.end(len(job.keys), len(job.keys if arrived is None else arrived), ended)
             self._end_promotion(state, self._loads.pop(job.job_id), arrived)
             return
         if success and arrived is None:

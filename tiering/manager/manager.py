@@ -8,6 +8,7 @@ The manager runs on the scheduler's thread and does no I/O.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -184,13 +185,15 @@ class TieringOffloadingManager(MissFacts):
             return PrefixMatch(0, False)
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
+        if request.load_by != math.inf and request.load_by <= self._clock():
+            self._promotions.cut(request)
         position = None
         if request.awaited is not None:
             position = request.awaited_hits(keys, at_least)
         elif request in self._waits:
             position = self._promotions.awaited_rows(request, keys)
         if position is not None:
-            self._open_lookups.note(req_context.req_id)
+            self._open_lookups.note(req_context.req_id, request.load_by)
             return PrefixMatch(position, True)
         hits = self._readable.leading(keys)
         if hits == len(keys):
@@ -201,13 +204,29 @@ class TieringOffloadingManager(MissFacts):
             return PrefixMatch(hits, False)
         match = self._search.match(request, keys, hits, at_least)
         if match.pending:
-            self._open_lookups.note(req_context.req_id)
+            self._open_lookups.note(req_context.req_id, request.load_by)
         return match
 
     def still_pending(self, req_context: ReqContext) -> bool:
         if get_ident() != self._owner.ident:
             self._owner.claim()
         return self._open_lookups.still_pending(req_context.req_id)
+
+    @property
+    def gates_loads(self) -> bool:
+        return self._search.gates
+
+    def waits_until(self, req_context: ReqContext) -> float:
+        """Return the time until which a request waits for gated loads; infinity if it does not."""
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        request = self._known.get(req_context.req_id)
+        return math.inf if request is None else request.load_by
+
+    def note_compute(self, seconds: Sequence[float]) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        self._search.compute_seconds = seconds
 
     # --------------------------------------------------------------------------------------------------- load and touch
 

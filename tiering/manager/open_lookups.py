@@ -38,10 +38,10 @@ class OpenLookups:
         """Note that the results of all announcements until now are collected next."""
         self._seen = self._news.count
 
-    def note(self, req_id: str) -> None:
-        """Record that the lookup of a request is pending."""
+    def note(self, req_id: str, until: float) -> None:
+        """Record that the lookup of a request is pending, and repeat it at ``until`` at the latest."""
         if self._announced:
-            self._open[req_id] = (self._seen, self._clock() + LOOK_AGAIN)
+            self._open[req_id] = (self._seen, min(self._clock() + LOOK_AGAIN, until))
 
     def drop(self, req_id: str) -> None:
         """Let the next lookup of a request search, whatever was pending before."""

@@ -7,6 +7,7 @@ of a prefix with many holes grows by a small amount per hole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count, takewhile
@@ -17,6 +18,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.transfer import Rows
 from tiering.manager.answers import PREFIX
+from tiering.manager.load_gate import LoadGate
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
 from tiering.manager.tiers import SecondaryTiers, TierState
@@ -80,6 +82,10 @@ class PrefixSearch:
         self._waits = self._waiters.waits
         self._ask = tiers.ask
         self._clock = clock
+        self.gates = any(state.gate is not None for state in tiers.states)
+        """True if loads from some tier are chosen by the time that they take."""
+        self.compute_seconds: Sequence[float] = ()
+        """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
         """Return the longest prefix of ``keys``, searching on from ``position``.
@@ -113,6 +119,8 @@ class PrefixSearch:
                 run = list(takewhile(self._pending.__contains__, keys[position:]))
                 if request.refused:
                     run = list(takewhile(lambda other: other not in request.refused, run))
+                if self.gates and not self._joins(request, run):
+                    break
                 self._promotions.join(request, run)
                 pending = True
                 stored_by_others = stored_by_others or not request.asked.issuperset(run)
@@ -121,32 +129,35 @@ class PrefixSearch:
                 if walk.runs == MAX_RUNS:
                     return PrefixMatch(position, True)
                 walk.runs += 1
-                promoted, undecided = self._ask_tiers(request, walk, position)
+                promoted, patience = self._ask_tiers(request, walk, position)
                 if walk.waits:
                     return PrefixMatch(position + promoted, True)
-                if undecided and request.wait_undecided(self._clock(), UNDECIDED_PATIENCE):
+                if patience and request.wait_undecided(self._clock(), patience):
                     return PrefixMatch(position, True)
                 if not promoted:
                     break
                 pending = True
                 position += promoted
         pending = pending and position >= walk.at_least
+        if self.gates and not pending and not request.asked:
+            request.load_by = math.inf
         if pending and not stored_by_others:
             request.awaited = (len(keys), keys[-1], position)
         return PrefixMatch(position, pending)
 
-    def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, bool]:
-        """Promote blocks from ``position`` on from the fastest tier that holds them.
+    def _ask_tiers(self, request: Request, walk: _Walk, position: int) -> tuple[int, float]:
+        """Promote blocks from ``position`` on from the fastest tier that holds them and whose load pays.
 
         A tier is not asked about fewer blocks than its ``min_prefix_blocks``.
 
         Returns:
-            The number of blocks that are being promoted now, and True if there are none because a tier is undecided.
+            The number of blocks that are being promoted now, and the longest time in seconds for which the request
+                waits for an undecided tier; 0 if all are decided, or blocks are being promoted.
         """
-        undecided, left = False, len(walk.keys) - position
+        patience, left = 0.0, len(walk.keys) - position
         for state in request.tiers:
-            least = state.min_prefix_blocks
-            if not state.in_service or left < least:
+            least, gate = state.min_prefix_blocks, state.gate
+            if not state.in_service or left < least or not state.loads:
                 continue
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
@@ -158,12 +169,59 @@ class PrefixSearch:
                 end = walk.held_until[state.rank] = position + held
                 may_grow = open_end and held < max(least, walk.at_least - position)
             keys = self._run_to_promote(state, request, walk, position, end) if end - position >= least else ()
+            if keys and gate is not None and not self._pays(state, gate, request, keys):
+                if gate.takes_probe(self._clock()):
+                    self._pin_head(walk, position)
+                    self._promotions.start_probe(state, keys)
+                continue
             if keys:
                 self._pin_head(walk, position)
                 promoted, walk.waits = self._promotions.start(state, request, keys, position)
-                return promoted, False
-            undecided = undecided or may_grow
-        return 0, undecided
+                return promoted, 0.0
+            if may_grow:
+                seconds = UNDECIDED_PATIENCE if gate is None else self._undecided_patience(gate, walk.keys, left)
+                patience = max(patience, seconds)
+        return 0, patience
+
+    def _compute_seconds(self, key: OffloadKey, blocks: int) -> float:
+        """Return the seconds of computing ``blocks`` of the group of ``key``; infinity if they are not known."""
+        group, seconds = key[-1], self.compute_seconds
+        return blocks * seconds[group] if group < len(seconds) else math.inf
+
+    def _pays(
+        self, state: TierState, gate: LoadGate, request: Request, keys: Sequence[OffloadKey], *, begun: bool = False
+    ) -> bool:
+        """Return True if a request is to load ``keys``, for no longer than computing them takes.
+
+        Args:
+            state: the tier.
+            gate: its gate.
+            request: the request.
+            keys: blocks that the request does not wait for yet.
+            begun: True if the blocks are on their way already; default False.
+        """
+        now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
+        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(0 if begun else len(keys), seconds, now))
+        if request.is_cut or not pays:
+            if state.rank not in request.gated:
+                request.gated.add(state.rank)
+                gate.gated += len(keys)
+            return False
+        if seconds < math.inf:
+            request.wait_longer(now, seconds)
+        return True
+
+    def _joins(self, request: Request, run: Sequence[OffloadKey]) -> bool:
+        """Return True if a request is to wait for blocks that are being loaded or stored for others."""
+        state = None if run[0] in request.asked else self._promotions.source(run[0])
+        return state is None or state.gate is None or self._pays(state, state.gate, request, run, begun=True)
+
+    def _undecided_patience(self, gate: LoadGate, keys: Sequence[OffloadKey], left: int) -> float:
+        """Return the seconds for which a request waits for an undecided tier with a gate."""
+        seconds = self._compute_seconds(keys[-1], left)
+        if gate.expected(left, self._clock()) > seconds:
+            return 0.0
+        return min(seconds, UNDECIDED_PATIENCE)
 
     def _run_to_promote(
         self, state: TierState, request: Request, walk: _Walk, position: int, end: int

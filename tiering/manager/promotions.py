@@ -24,7 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
+from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.api.transfer import Rows, as_rows
+from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.load_gate import PROBE_BLOCKS
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
@@ -103,6 +106,8 @@ class Promotions:
         self._running: dict[int, deque[Promotion]] = {}
         self.next_deadline = math.inf
         """Time before which no running promotion is overdue."""
+        self._probing = Request(NOBODY, DEFAULT_REQUEST_POLICY, [], [], finished=True)
+        """Stands for a request in the promotions that only measure; nothing is reserved for it."""
         self.rows_promoting = 0
         """Rows of queued and running promotions, failed ones left out."""
 
@@ -166,6 +171,48 @@ class Promotions:
         share = self._max_rows - self.rows_promoting - self._reservations.rows
         count = min(len(keys), share, state.max_loading_rows - state.loading_rows, self._primary.free)
         return self._start(state, owner, keys[:count]) if count > 0 else 0
+
+    def start_probe(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
+        """Promote a few of ``keys``, the last ones, for no request, to measure the tier's loads.
+
+        The requests that need them compute the head of their prompt meanwhile, which later requests need more often.
+        """
+        share = self._max_rows - self.rows_promoting - self._reservations.rows
+        tier_share = state.max_loading_rows - state.loading_rows
+        count = min(len(keys), PROBE_BLOCKS, share, tier_share, self._primary.room)
+        if count > 0:
+            for kept in (self._probing.brought, self._probing.failed, self._probing.refused):
+                kept.clear()
+            self._start(state, self._probing, keys[-count:])
+
+    def source(self, key: OffloadKey) -> TierState | None:
+        """Return the tier that a pending block comes from; None if it is being stored."""
+        promotion = self._in_flight.get(key)
+        return None if promotion is None else promotion.state
+
+    def cut(self, request: Request) -> None:
+        """End the wait of a request for loads of gated tiers, because computing would have taken as long.
+
+        What has arrived counts. The I/O goes on, in rows that stay quarantined until it has ended.
+        """
+        request.load_by = math.inf
+        wait = self.waiters.waits.get(request)
+        if wait is not None and wait.state.gate is not None:
+            request.is_cut = True
+            self.waiters.refuse(request, wait.key)
+        for key in list(request.asked):
+            promotion = self._in_flight.get(key)
+            if promotion is None or (gate := promotion.state.gate) is None:
+                continue
+            request.is_cut = True
+            if promotion.owner is request and promotion not in self._queued.values():
+                gate.cut += len(promotion.keys)
+                self.fail(promotion)
+            else:
+                gate.cut += 1
+                request.refused.add(key)
+                request.asked.discard(key)
+        request.awaited = None
 
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
         """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
@@ -327,7 +374,8 @@ class Promotions:
             for key, requests in promotion.others.items():
                 if key in row_of:
                     for request in requests:
-                        if request is not promotion.owner:  # A request that inherited the promotion is also in others.
+                        # A request that inherited the promotion is also in others.
+                        if request is not promotion.owner and key not in request.refused:
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
                 reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,12 @@ class Request:
     """
     decide_by: float | None = None
     """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
+    load_by: float = math.inf
+    """Time until which the request waits for gated loads: as long as computing their blocks takes."""
+    is_cut: bool = False
+    """True once the request has waited that long in vain; it loads nothing more from gated tiers."""
+    gated: set[int] = field(default_factory=set)
+    """Ranks of the tiers whose blocks the request computes because a load takes longer."""
 
     released: Sequence[OffloadKey] = ()
     """Blocks that every tier evicts first once the request has ended."""
@@ -79,7 +86,12 @@ class Request:
         """Return why the request does not load a block."""
         failed = tuple(state.name for state in self.tiers if key in self.failed.get(state.rank, ()))
         least = tuple((state.name, state.min_prefix_blocks) for state in self.tiers)
-        return LookupOutcome(key in self.refused, failed, least)
+        gated = tuple(state.name for state in self.tiers if state.rank in self.gated or not state.loads)
+        return LookupOutcome(key in self.refused, failed, least, gated)
+
+    def wait_longer(self, now: float, seconds: float) -> None:
+        """Extend the wait for loads of gated tiers by the ``seconds`` that computing their blocks takes."""
+        self.load_by = (now if self.load_by == math.inf else self.load_by) + seconds
 
     def wait_undecided(self, now: float, patience: float) -> bool:
         """Begin the wait of undecided lookups at the first call, and return False once the wait is over.

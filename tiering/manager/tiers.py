@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,10 @@ from tiering.manager.answers import (
     truth,
 )
 from tiering.manager.cascade_queue import CascadeQueue
+from tiering.manager.load_gate import LoadGate
 from tiering.manager.manager_stats import ManagerStats
 from tiering.secondary.contract import (
+    LoadOrCompute,
     SecondaryTierManager,
     StepEnd,
     TierHotKeys,
@@ -61,6 +63,10 @@ class TierState:
     store_deadline: float | None
     max_load_blocks: int | None
     min_prefix_blocks: int
+    loads: bool
+    """False if no request loads from the tier."""
+    gate: LoadGate | None
+    """Chooses between loads from the tier and computing; None: no choice."""
     mixes_requests: bool
     fill: bool
     max_loading_rows: int
@@ -123,6 +129,8 @@ class TierState:
                 tier, traits, "max_load_blocks", "a positive whole number or None", _optional_count
             ),
             min_prefix_blocks=_attribute(tier, traits, "min_prefix_blocks", "a positive whole number", _count),
+            loads=(rule := _attribute(tier, traits, "load_or_compute", "auto, always or never", _rule)) != "never",
+            gate=LoadGate() if rule == "auto" else None,
             mixes_requests=_attribute(tier, traits, "mixes_requests", "True or False", truth),
             fill=_attribute(tier, traits, "fill", "True or False", truth),
             max_loading_rows=max(1, int(share * num_rows)),
@@ -200,6 +208,12 @@ def _limit(value: float | None) -> float | None:
     if not value > 0.0:
         raise BreachError
     return float(value)
+
+
+def _rule(value: str) -> str:
+    if value not in get_args(LoadOrCompute):
+        raise BreachError
+    return value
 
 
 def _count(value: int) -> int:
@@ -466,6 +480,8 @@ class SecondaryTiers:
         for state in self.states:
             fields = self.ask(state, STATISTICS, state.tier.get_stats)
             if fields is not None:
+                if (gate := state.gate) is not None:
+                    fields |= {"loads_gated": gate.gated, "loads_cut": gate.cut, "gate_closed": int(not gate.pays)}
                 tiers[state.name] = fields
         return tiers
 

@@ -407,6 +407,7 @@ class IoHost:
             if job.unfinished:
                 return
             self._finished += 1
+        job.ended_at = self._clock()
         self._end(job)
 
     def _end(self, item: TransferJob | _TaskDone) -> None:

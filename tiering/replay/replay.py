@@ -122,6 +122,8 @@ class Replay:
             exclusive = stack.primary.inclusion == "exclusive"
             self._device = DeviceCache(blocks, max(2 * step, min(4 * step, blocks // 8)) if exclusive else 0)
             self._exclusive = self._manager.hold_exclusively(self._device.holds, blocks)
+        if self._manager.gates_loads:
+            self._manager.note_compute([block_tokens / model.prefill_tokens_per_second])
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
         self._hints = hints
@@ -222,7 +224,7 @@ class Replay:
                 if end is None:
                     self._waiting.append(running)
                 else:
-                    self._at(max(end, now + SHORTEST_WAIT), running)
+                    self._at(max(min(end, self._manager.waits_until(running.ctx)), now + SHORTEST_WAIT), running)
             ends.clear()
         self._look_at = math.inf
         if self._waiting:
@@ -233,6 +235,7 @@ class Replay:
                 wake = min([self.stack.next_end(), *stores])
             if math.isinf(wake):
                 wake = now + LOOK_AGAIN
+            wake = min([wake, *(self._manager.waits_until(running.ctx) for running in self._waiting)])
             self._look_at = max(wake, now + SHORTEST_WAIT)
 
     def _at(self, when: float, running: _Running) -> None:

@@ -29,6 +29,9 @@ from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.tier_stats import TierStats
 
+LoadOrCompute = Literal["auto", "always", "never"]
+"""Rule by which requests load the blocks of a tier or compute them."""
+
 Distance = Literal["process", "machine", "network"]
 """Distance of a medium: memory of this process, a device of this machine, or a service on the network."""
 
@@ -81,6 +84,8 @@ class TransferJob(_Order):
     """Keys of a store that are not moved, because the medium holds them already; default: none."""
     fingerprint: bytes = b""
     """Fingerprint of the namespace in which blocks are written, and which blocks must carry when read."""
+    ended_at: float | None = None
+    """Time on the tier's clock at which the last block has ended; None: not before the job was reported."""
     unfinished: int = 1
     """Number of units of the job that have not ended; guarded by the I/O side."""
 
@@ -124,7 +129,7 @@ class JobResult(NamedTuple):
     transfer_bytes: int | None = None
     """Bytes transferred; None (default): not known."""
     transfer_time: float | None = None
-    """Duration of the transfer in seconds; None (default): not known."""
+    """Seconds from the job's submission to the end of its I/O; None (default): until the job was reported."""
 
 
 MAX_EVENTS = 100_000
@@ -310,6 +315,8 @@ class TierTraits:
     """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
     hot_keys: TierHotKeys | None = None
     """Part that keeps the keys which engines use most; None (default): the tier keeps none."""
+    load_or_compute: LoadOrCompute = "always"
+    """Rule by which requests load or compute the blocks of this tier; default "always"."""
 
     def deadline(self, now: float, *, load: bool) -> float:
         """Return the time by which a load, or else a store, that is submitted at ``now`` should have ended."""

@@ -168,6 +168,13 @@ class BlockTierOptions(TierOptions):
     min_prefix_blocks: Annotated[int, Field(ge=1, le=1 << 30)] = 1
     """Length in blocks of the shortest run that is worth a load from this tier; default 1."""
 
+    load_or_compute: Literal["auto", "always", "never"] = "always"
+    """Rule by which requests load or compute the blocks of this tier; default "always".
+
+    "auto" computes the blocks of a request if that takes less time than their load, by what the tier and the engine
+    have taken lately. With "never", the tier only stores, and serves warm starts.
+    """
+
     @property
     def longest_load(self) -> float:
         """Seconds that a request waits for a load."""

@@ -156,6 +156,22 @@ class TierStats:
         "The medium is too slow for prefixes of this length: raise `load_deadline`, or use a faster medium.",
         is_trouble=True,
     )
+    loads_gated: int = counter(
+        "blocks",
+        "Blocks that the tier held and requests computed, because a load would have taken longer",
+        "Only with `load_or_compute: auto`. If it grows all the time, the tier is too slow for this engine.",
+    )
+    loads_cut: int = counter(
+        "blocks",
+        "Blocks that requests waited for until computing would have taken as long",
+        "Only with `load_or_compute: auto`. The tier has become slower, or stalls from time to time.",
+    )
+    gate_closed: int = gauge(
+        "flag",
+        "1 if the last request that found blocks in the tier computed them, because that is faster",
+        "Only with `load_or_compute: auto`. Loads of some blocks every five seconds show when the tier is faster.",
+        combined="max",
+    )
     corrupt_blocks: int = counter(
         "blocks",
         "Blocks that were corrupt when they were read, and became misses",

@@ -10,6 +10,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import (
     JobResult,
+    LoadOrCompute,
     SecondaryTierManager,
     StepEnd,
     TierIntake,
@@ -44,6 +45,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Largest share of the primary rows that the tier's loads may hold; default 1."""
     min_prefix_blocks: int = 1
     """Smallest number of blocks that a load is worth; default 1."""
+    load_or_compute: LoadOrCompute = "always"
+    """Rule by which requests load or compute the tier's blocks; default "always"."""
     fill: bool = True
     """True if the tier takes blocks that a slower tier has delivered; default True."""
     mixes_requests: bool = False
@@ -102,6 +105,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
             self.fill,
             mixes_requests=self.mixes_requests,
             intake=None if self.takes_all else self,
+            load_or_compute=self.load_or_compute,
         )
 
     def _enter(self, method: str, argument: object = None) -> None:

@@ -1,0 +1,43 @@
+"""Loading or computing by measurement: the time to the first token beside never and always loading.
+
+A discrete-event model (benchmarks/gate_model.py) has the real manager, its gate and the measurement of the prefill, in
+simulated time; the engine's steps and the medium are modelled. At full speed, the medium delivers the blocks of
+200,000 tokens a second. Each request has a prefix of its own, which only the tier holds. A tenth of the prompts is four
+times as long. The load is the share of time that the engine would compute without a tier. The first three requests of a
+run are left out: until one has been computed, the engine's speed is not known. *auto by better* compares the means of
+all other requests; below 0%, the choice is better than both, because the speed changes or both do a part.
+"""
+
+from __future__ import annotations
+
+from benchmarks.gate_model import LENGTHS, Cell, Comparison, compare, grid
+from benchmarks.harness import Bench
+
+
+def _speeds(cell: Cell) -> str:
+    return " then ".join(f"{speed:g}" for speed in cell.speeds)
+
+
+def run(bench: Bench) -> None:
+    cells = grid(20 if bench.quick else 60)
+    compared = [compare(cell) for cell in cells]
+    for tokens in LENGTHS:
+        bench.table(
+            f"Mean time to the first token, median prompt {tokens:,} tokens",
+            ("prefill tokens/s", "tier's speed", "load", "never ms", "always ms", "auto ms", "auto by better"),
+            [_row(one) for one in compared if one.cell.tokens == tokens],
+        )
+    bench.target(
+        f"cells beyond 5% and 10 ms above the better one, of {len(compared)}",
+        sum(not one.holds for one in compared),
+        0,
+        "max",
+        "",
+    )
+    bench.target("mean regret", 100 * sum(one.regret for one in compared) / len(compared), 3.0, "max", "%")
+
+
+def _row(one: Comparison) -> tuple[str, ...]:
+    times = (f"{1000 * seconds:,.0f}" for seconds in (one.never, one.always, one.auto))
+    by_better = f"{100 * (one.auto / one.best - 1.0):+.1f}%" + ("" if one.holds else " (missed)")
+    return f"{one.cell.prefill:,.0f}", _speeds(one.cell), f"{one.cell.load:g}", *times, by_better

@@ -1,0 +1,263 @@
+"""Discrete-event model of an engine with one slow tier, for the choice between loading and computing.
+
+The manager, its gate and the measurement of the prefill are the real ones. An engine with chunked prefill, a medium
+and a clock are modelled. All requests have prefixes of their own, which the tier holds and the CPU tier does not: each
+has to be loaded or computed. The time to the first token is that at which the last chunk of a prompt has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.request import ReqContext
+from tiering.connector.prefill import PrefillSpeed
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
+from tiering.testing.fake_tier import FakeTier
+
+BLOCK_TOKENS = 64
+CHUNK_TOKENS = 2048
+"""Largest number of tokens of one step."""
+STEP_SECONDS = 0.004
+"""Part of a step's duration that does not depend on its tokens."""
+POLL_SECONDS = 0.002
+"""Duration of a step without tokens, in which waiting requests are asked again."""
+TAIL_TOKENS = 48
+"""Tokens at the end of each prompt that no tier holds."""
+ANSWER_TOKENS = 5
+"""Tokens of each answer."""
+WARM_UP = 3
+"""First requests of each run, which are left out: the engine's speed is not known yet."""
+PREFILLS = (2_000.0, 10_000.0, 50_000.0)
+LENGTHS = (512, 4_096, 16_384)
+LOADS = (0.1, 0.5)
+SPEEDS = ((1.0,), (0.3,), (0.1,), (0.03,), (0.01,), (1.0, 0.01), (0.01, 1.0), (1.0, 0.05, 1.0))
+ROWS = 8192
+LATENCY = 0.003
+"""Seconds until the first byte of a load, at full speed."""
+TIER_TOKENS_PER_SECOND = 200_000.0
+"""Tokens whose blocks the medium delivers per second, at full speed."""
+PART_BLOCKS = 8
+"""Largest number of blocks of one job."""
+
+Policy = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Conditions of one run."""
+
+    prefill: float
+    """Prompt tokens that the engine computes per second, besides :data:`STEP_SECONDS`."""
+    speeds: tuple[float, ...]
+    """Shares of the medium's full speed, in equal parts of the run one after another."""
+    tokens: int
+    """Median length of the prompts, in tokens; a tenth of them is four times as long."""
+    load: float
+    """Share of the engine's time that computing everything would take."""
+    requests: int = 160
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    arrival: float
+    ctx: ReqContext
+    keys: Sequence[OffloadKey]
+    tokens: int
+    left: int = 0
+    answer: int = ANSWER_TOKENS
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class ModelledTier(FakeTier):
+    """A medium that moves one job after another, with a latency, a bandwidth and some jitter."""
+
+    clock: Callable[[], float] = field(default=lambda: 0.0)
+    speed: Callable[[float], float] = field(default=lambda now: 1.0)
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    free_at: float = 0.0
+    running: deque[tuple[float, TransferJob]] = field(default_factory=deque)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        return PrefixAnswer(len(keys), False)
+
+    def submit_load(self, job: TransferJob) -> None:
+        now = self.clock()
+        slow = self.dice.uniform(0.9, 1.1) / self.speed(now)
+        seconds = len(job.keys) * BLOCK_TOKENS / TIER_TOKENS_PER_SECOND * slow
+        self.free_at = max(now + LATENCY * slow, self.free_at) + seconds
+        self.running.append((self.free_at, job))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        ended = []
+        while self.running and self.running[0][0] <= self.clock():
+            at, job = self.running.popleft()
+            ended.append(JobResult(job.job_id, True, transfer_time=at - job.submitted_at))
+        return ended
+
+
+class GateModel:
+    """One run of one cell under one policy.
+
+    Args:
+        cell: the conditions.
+        policy: ``load_or_compute`` of the tier.
+        seed: seed of arrivals, lengths and jitter; equal for the policies that are compared.
+    """
+
+    def __init__(self, cell: Cell, policy: Policy, seed: int) -> None:
+        dice = random.Random(seed)
+        self._cell = cell
+        self._clock = clock = _Clock()
+        self._prompts: deque[_Prompt] = deque()
+        mean = 1.3 * cell.tokens
+        at = 0.0
+        for number in range(cell.requests):
+            at += dice.expovariate(cell.load * cell.prefill / mean)
+            tokens = cell.tokens * (4 if dice.random() < 0.1 else 1)
+            blocks = tokens // BLOCK_TOKENS
+            keys = [make_offload_key(b"%016d%016d" % (number, block), 0) for block in range(blocks)]
+            self._prompts.append(_Prompt(at, ReqContext(str(number)), keys, blocks * BLOCK_TOKENS + TAIL_TOKENS))
+        part = at / len(cell.speeds)
+        self.change_times = [part * (number + 1) for number in range(len(cell.speeds) - 1)]
+        """Times at which the speed of the medium changes."""
+        self.tier = ModelledTier(
+            load_or_compute=policy,
+            max_load_blocks=PART_BLOCKS,
+            clock=clock,
+            speed=lambda now: cell.speeds[min(int(now / part), len(cell.speeds) - 1)],
+            dice=random.Random(seed + 1),
+        )
+        primary = CPUPrimaryTierOffloadingManager(np.zeros((ROWS, 1), np.uint8).data)
+        self.manager = TieringOffloadingManager(primary, [self.tier], clock=clock)
+        group: Any = SimpleNamespace(is_full=True, offloaded_block_size=BLOCK_TOKENS)
+        self._prefill = PrefillSpeed([group], self.manager, clock)
+        self.ended: list[tuple[float, float, int]] = []
+        """Arrival, seconds to the first token and loaded blocks of each request."""
+
+    def run(self) -> list[tuple[float, float, int]]:
+        """Return the arrival, the seconds to the first token and the loaded blocks of each request."""
+        clock, waiting, running = self._clock, deque[_Prompt](), deque[tuple[_Prompt, int]]()
+        while self._prompts or waiting or running:
+            while self._prompts and self._prompts[0].arrival <= clock.now:
+                prompt = self._prompts.popleft()
+                self.manager.on_new_request(prompt.ctx)
+                waiting.append(prompt)
+            self._step(waiting, running)
+        return self.ended
+
+    def _step(self, waiting: deque[_Prompt], running: deque[tuple[_Prompt, int]]) -> None:
+        budget, scheduled, skipped = CHUNK_TOKENS, dict[str, int](), deque[_Prompt]()
+        for prompt, _ in running:
+            if budget:
+                scheduled[prompt.ctx.req_id] = take = min(budget, prompt.left)
+                budget -= take
+        while waiting and budget:
+            prompt = waiting.popleft()
+            match = self.manager.match_prefix(prompt.keys, prompt.ctx)
+            if match.pending:
+                skipped.append(prompt)
+                continue
+            hits = prompt.keys[: match.hits]
+            if hits:
+                self.manager.prepare_load(hits, prompt.ctx)
+                self.manager.complete_load(hits, prompt.ctx)
+            prompt.left = prompt.tokens - len(hits) * BLOCK_TOKENS
+            scheduled[prompt.ctx.req_id] = take = min(budget, prompt.left)
+            budget -= take
+            running.append((prompt, len(hits)))
+        waiting.extendleft(reversed(skipped))
+        self.manager.on_schedule_end()
+        self._prefill.built(SimpleNamespace(num_scheduled_tokens=scheduled))
+        tokens = sum(scheduled.values())
+        if tokens:
+            self._clock.now += STEP_SECONDS + tokens / self._cell.prefill
+            self._prefill.ended()
+        else:
+            self._clock.now = max(self._clock.now + POLL_SECONDS, self._next_event(waiting))
+        for _ in range(len(running)):
+            prompt, loaded = running.popleft()
+            prompt.left -= scheduled.get(prompt.ctx.req_id, 0)
+            if prompt.left == 0 and prompt.answer == ANSWER_TOKENS:
+                self.ended.append((prompt.arrival, self._clock.now - prompt.arrival, loaded))
+            if prompt.left == 0:
+                prompt.answer -= 1
+                prompt.left = 1
+            if prompt.answer:
+                running.append((prompt, loaded))
+            else:
+                self.manager.on_request_finished(prompt.ctx)
+
+    def _next_event(self, waiting: Iterable[_Prompt]) -> float:
+        """Return when the next request arrives, the next job ends or the first wait is over."""
+        arrival = self._prompts[0].arrival if self._prompts else math.inf
+        job = self.tier.running[0][0] if self.tier.running else math.inf
+        waits = [self.manager.waits_until(prompt.ctx) for prompt in waiting]
+        first = min(arrival, job, *waits)
+        return first if first < math.inf else 0.0
+
+
+def mean_wait(cell: Cell, policy: Policy, seed: int = 0) -> float:
+    """Return the mean seconds to the first token in a cell, without the first requests."""
+    ended = sorted(GateModel(cell, policy, seed).run())[WARM_UP:]
+    return math.fsum(wait for _, wait, _ in ended) / len(ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Mean seconds to the first token in one cell, by policy."""
+
+    cell: Cell
+    never: float
+    always: float
+    auto: float
+
+    @property
+    def best(self) -> float:
+        """The better one of never and always."""
+        return min(self.never, self.always)
+
+    @property
+    def regret(self) -> float:
+        """Part by which the choice takes longer than the better one, at least 0."""
+        return max(0.0, self.auto / self.best - 1.0)
+
+    @property
+    def holds(self) -> bool:
+        """True if the choice takes at most 5% and 10 ms longer than the better one."""
+        return self.auto <= 1.05 * self.best + 0.01
+
+
+def compare(cell: Cell, seed: int = 0, auto: Policy = "auto") -> Comparison:
+    """Return the comparison of one cell, in which ``auto`` may be replaced by another policy."""
+    return Comparison(
+        cell, mean_wait(cell, "never", seed), mean_wait(cell, "always", seed), mean_wait(cell, auto, seed)
+    )
+
+
+def grid(requests: int, prefills: Sequence[float] = PREFILLS, lengths: Sequence[int] = LENGTHS) -> list[Cell]:
+    """Return the cells of the grid; those whose speed changes have more requests."""
+    return [
+        Cell(prefill, speeds, tokens, load, requests if len(speeds) == 1 else 3 * requests)
+        for prefill in prefills
+        for speeds in SPEEDS
+        for tokens in lengths
+        for load in LOADS
+    ]

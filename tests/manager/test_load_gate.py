@@ -1,0 +1,275 @@
+"""The choice between loading and computing: decisions, bounded waits, cuts and probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.api.manager import PrefixMatch
+from tiering.api.request import ReqContext
+from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, LoadGate
+from tiering.manager.manager import TieringOffloadingManager
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.contract import JobResult, LoadOrCompute, TransferJob
+from tiering.testing.clock import FakeClock
+from tiering.testing.fake_tier import FakeTier
+
+BLOCK_SECONDS = 0.1
+
+
+class Rig:
+    """A manager with one or more fake tiers that hold all keys, and a clock."""
+
+    def __init__(self, rule: LoadOrCompute = "auto", rows: int = 256, **fields: object) -> None:
+        self.clock = FakeClock()
+        self.tier = FakeTier(load_or_compute=rule, **fields)  # type: ignore[arg-type]
+        primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 1), np.uint8).data)
+        self.manager = TieringOffloadingManager(primary, [self.tier], clock=self.clock)
+        self.manager.note_compute([BLOCK_SECONDS])
+
+    def keys(self, name: str, count: int = 10) -> list[OffloadKey]:
+        keys = [make_offload_key(f"{name} {number}".encode().ljust(32), 0) for number in range(count)]
+        self.tier.held.update(keys)
+        return keys
+
+    def begin(self, name: str) -> ReqContext:
+        ctx = ReqContext(name)
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def ask(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> PrefixMatch:
+        match = self.manager.match_prefix(keys, ctx)
+        self.manager.on_schedule_end()
+        return match
+
+    def finish(self, job: TransferJob, seconds: float | None = None) -> None:
+        self.tier.loads.remove(job)
+        self.tier.results.append(JobResult(job.job_id, True, transfer_time=seconds))
+
+    def measure(self, seconds: float, count: int = 10, name: str = "measured") -> PrefixMatch:
+        """Let a request load ``count`` blocks in ``seconds``, and return its match."""
+        keys, ctx = self.keys(name, count), self.begin(name)
+        if not self.ask(ctx, keys).pending:
+            return self.ask(ctx, keys)
+        self.clock.advance(seconds)
+        for job in list(self.tier.loads):
+            self.finish(job)
+        match = self.ask(ctx, keys)
+        self.manager.on_request_finished(ctx)
+        return match
+
+    @property
+    def stats(self) -> dict[str, int]:
+        return {name: self.manager.get_stats()["tiers"]["fake"][name] for name in ("loads_gated", "loads_cut")}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_load_pays_while_nothing_is_known_and_while_it_is_faster(rig: Rig) -> None:
+    assert rig.measure(0.5) == PrefixMatch(10, False)
+    assert rig.measure(0.5, name="again") == PrefixMatch(10, False)
+    assert rig.stats == {"loads_gated": 0, "loads_cut": 0}
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_begun(rig: Rig) -> None:
+    rig.measure(0.9)
+    rig.manager.note_compute([0.01])
+    assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
+    assert rig.stats == {"loads_gated": 10, "loads_cut": 0}
+    assert rig.manager.get_stats()["tiers"]["fake"]["gate_closed"] == 1
+
+
+def test_always_loads_and_never_does_not_whatever_is_known() -> None:
+    always, never = Rig("always"), Rig("never")
+    for one in (always, never):
+        one.manager.note_compute([1e-9])
+    assert not always.manager.gates_loads
+    assert always.measure(50.0) == PrefixMatch(10, False)
+    assert always.ask(always.begin("b"), always.keys("b")).pending
+    assert never.measure(0.0) == PrefixMatch(0, False)
+    assert never.tier.asked == []
+
+
+def test_an_engine_that_was_not_measured_yet_computes_and_the_tier_is_measured() -> None:
+    rig = Rig()
+    rig.manager.note_compute([0.0])
+    assert rig.ask(rig.begin("a"), rig.keys("a")) == PrefixMatch(0, False)
+    (job,) = rig.tier.loads
+    assert list(job.keys) == rig.keys("a")
+    rig.clock.advance(0.2)
+    rig.finish(job)
+    rig.manager.on_schedule_end()
+    rig.manager.note_compute([0.1])
+    assert rig.ask(rig.begin("b"), rig.keys("b")).pending
+
+
+def test_an_engine_that_measures_nothing_loads() -> None:
+    rig = Rig()
+    rig.manager.note_compute([])
+    rig.measure(50.0)
+    assert rig.ask(rig.begin("b"), rig.keys("b")).pending
+
+
+def test_a_request_waits_as_long_as_computing_takes_and_keeps_what_has_arrived() -> None:
+    rig = Rig(max_load_blocks=4)
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    assert rig.ask(ctx, keys).pending
+    first, second, third = rig.tier.loads
+    rig.finish(first)
+    rig.clock.advance(0.99)
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.02)
+    assert rig.ask(ctx, keys) == PrefixMatch(4, False)
+    assert rig.stats["loads_cut"] == 6
+    stats = rig.manager.get_stats()["manager"]
+    assert (stats["rows_quarantined"], stats["promotions_overdue"]) == (6, 0)
+    for job in (second, third):
+        rig.finish(job)
+    rig.manager.on_schedule_end()
+    stats = rig.manager.get_stats()["manager"]
+    assert (stats["rows_quarantined"], stats["promotions_adopted"]) == (0, 6)
+
+
+def test_a_pending_lookup_is_repeated_when_the_wait_is_over(rig: Rig) -> None:
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    rig.ask(ctx, keys)
+    assert rig.manager.waits_until(ctx) == pytest.approx(rig.clock() + 1.0)
+    rig.ask(ctx, keys)
+    assert rig.manager.waits_until(ctx) == pytest.approx(rig.clock() + 1.0)
+
+
+def test_a_request_joins_a_load_for_no_longer_than_its_own_blocks_take(rig: Rig) -> None:
+    keys, owner, other = rig.keys("a"), rig.begin("owner"), rig.begin("other")
+    assert rig.ask(owner, keys).pending
+    assert rig.ask(other, keys[:2]).pending
+    rig.clock.advance(0.3)
+    assert rig.ask(other, keys[:2]) == PrefixMatch(0, False)
+    assert rig.ask(owner, keys).pending
+    (job,) = rig.tier.loads
+    rig.finish(job)
+    assert rig.ask(owner, keys) == PrefixMatch(10, False)
+    assert rig.manager.get_stats()["manager"]["rows_reserved"] == 10
+    rig.manager.on_request_finished(owner)
+    assert rig.manager.get_stats()["manager"]["rows_reserved"] == 0
+
+
+def test_a_request_does_not_join_a_load_that_is_late(rig: Rig) -> None:
+    keys = rig.keys("a")
+    rig.ask(rig.begin("owner"), keys)
+    rig.clock.advance(0.5)
+    assert rig.ask(rig.begin("other"), keys[:2]) == PrefixMatch(0, False)
+    assert rig.stats["loads_gated"] == 2
+
+
+def test_a_tier_that_is_silent_is_left_before_any_load_ends(rig: Rig) -> None:
+    rig.measure(0.1)
+    rig.ask(rig.begin("a"), rig.keys("a"))
+    rig.clock.advance(1.1)
+    assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
+
+
+def test_loads_on_their_way_count(rig: Rig) -> None:
+    rig.measure(0.6)
+    assert rig.ask(rig.begin("a"), rig.keys("a")).pending
+    assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
+
+
+def leave(rig: Rig) -> None:
+    rig.measure(0.9)
+    rig.manager.note_compute([0.02])
+
+
+def test_few_blocks_are_loaded_from_time_to_time_to_measure_a_slow_tier(rig: Rig) -> None:
+    leave(rig)
+    keys = rig.keys("a", 100)
+    assert rig.ask(rig.begin("a"), keys) == PrefixMatch(0, False)
+    (probe,) = rig.tier.loads
+    assert list(probe.keys) == keys[-PROBE_BLOCKS:]
+    rig.ask(rig.begin("b"), rig.keys("b"))
+    rig.clock.advance(0.9 * PROBE_SECONDS)
+    rig.finish(probe)
+    rig.ask(rig.begin("c"), rig.keys("c"))
+    assert rig.tier.loads == []
+    rig.clock.advance(0.2 * PROBE_SECONDS)
+    rig.ask(rig.begin("d"), rig.keys("d"))
+    assert len(rig.tier.loads) == 1
+    assert rig.manager.get_stats()["manager"]["rows_reserved"] == 0
+
+
+def test_a_tier_that_has_recovered_is_used_within_a_minute(rig: Rig) -> None:
+    leave(rig)
+    began, number = rig.clock(), 0
+    while not (match := rig.ask(rig.begin(f"r{number}"), rig.keys(f"r{number}"))).pending:
+        assert match == PrefixMatch(0, False)
+        for job in list(rig.tier.loads):
+            rig.finish(job, seconds=0.001 * len(job.keys))
+        rig.clock.advance(1.0)
+        number += 1
+        assert rig.clock() - began < 60.0
+    assert number > 1
+
+
+def test_the_duration_that_the_tier_reports_counts_not_the_time_of_the_report(rig: Rig) -> None:
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    rig.ask(ctx, keys)
+    rig.finish(rig.tier.loads[0], seconds=0.05)
+    rig.clock.advance(0.9)
+    rig.ask(ctx, keys)
+    rig.manager.note_compute([0.01])
+    assert rig.ask(rig.begin("b"), rig.keys("b")).pending
+
+
+def test_slow_answers_are_not_awaited_for_longer_than_computing_takes(rig: Rig) -> None:
+    keys = rig.keys("a", 2)
+    rig.tier.unknown.update(keys)
+    ctx = rig.begin("a")
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.25)
+    assert rig.ask(ctx, keys) == PrefixMatch(0, False)
+
+
+def test_answers_of_a_tier_that_is_too_slow_are_not_awaited(rig: Rig) -> None:
+    leave(rig)
+    keys = rig.keys("a")
+    rig.tier.unknown.update(keys)
+    assert rig.ask(rig.begin("a"), keys) == PrefixMatch(0, False)
+
+
+def test_groups_without_a_duration_follow_the_others(rig: Rig) -> None:
+    leave(rig)
+    window = [make_offload_key(b"window".ljust(32), 1)]
+    rig.tier.held.update(window)
+    assert rig.ask(rig.begin("a"), window).pending
+
+
+def test_the_outcome_names_the_tier_that_was_too_slow(rig: Rig) -> None:
+    leave(rig)
+    ctx = rig.begin("a")
+    rig.ask(ctx, rig.keys("a"))
+    outcome = rig.manager.lookup_outcome(rig.keys("a")[0], ctx)
+    assert outcome is not None
+    assert outcome.gated == ("fake",)
+
+
+def test_loads_that_brought_nothing_do_not_count() -> None:
+    gate = LoadGate()
+    gate.begin(10, 0.0)
+    gate.end(10, 0, 30.0)
+    assert gate.expected(1000, 30.0) == 0.0
+
+
+def test_a_busy_tier_has_its_latency_once() -> None:
+    gate, now = LoadGate(), 0.0
+    for _ in range(40):
+        gate.begin(8, 0.0)
+    for number in range(40):
+        now = 0.1 + 0.02 * (number + 1)
+        gate.end(8, 8, now)
+    assert gate.expected(8, now) == pytest.approx(0.12, rel=0.2)
+    assert gate.expected(800, now) == pytest.approx(2.1, rel=0.1)

@@ -1,0 +1,37 @@
+"""With ``load_or_compute: auto``, no cell of the model is worse than never or always loading."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gate_model import Cell, Comparison, GateModel, compare, grid
+
+CELLS = [cell for cell in grid(80, (2_000.0, 50_000.0), (512, 4_096)) if cell.speeds[0] != 0.3]
+
+
+def mean_regret(compared: list[Comparison]) -> float:
+    return sum(one.regret for one in compared) / len(compared)
+
+
+def test_the_choice_is_never_worse_than_the_better_one_and_a_gate_that_always_loads_is() -> None:
+    compared = [compare(cell) for cell in CELLS]
+    assert [one for one in compared if not one.holds] == []
+    assert mean_regret(compared) < 0.03
+    always = [Comparison(one.cell, one.never, one.always, one.always) for one in compared]
+    assert sum(not one.holds for one in always) > len(always) / 4
+    assert mean_regret(always) > 1.0
+
+
+@pytest.mark.parametrize("prefill", [2_000.0, 10_000.0])
+def test_the_model_leaves_and_returns_within_a_minute(prefill: float) -> None:
+    """The tier is at full speed, at 1/100, and at full speed again."""
+    model = GateModel(Cell(prefill, (1.0, 0.01, 1.0), 512, 0.1 if prefill < 5_000 else 0.05, 600), "auto", 1)
+    ended = model.run()
+    turned, recovered = model.change_times
+    bad = [(arrival, loaded) for arrival, _, loaded in ended if turned + 60 < arrival < recovered]
+    good = [(arrival, loaded) for arrival, _, loaded in ended if arrival > recovered + 60]
+    assert len(bad) > 20
+    assert len(good) > 20
+    if prefill > 5_000:  # the other engine computes no faster than the tier delivers at 1/100
+        assert [one for one in bad if one[1]] == []
+    assert [one for one in good if not one[1]] == []

@@ -1,0 +1,86 @@
+"""Speed of the engine's prefill, measured by the tokens and the durations of its steps.
+
+A step begins when the engine's scheduler has built it, or when the step before it has ended, if that is
+later: with asynchronous scheduling, a step is built while another one runs. A step ends when the engine reports it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tiering.api.manager import OffloadingManager
+from tiering.connector.groups import OffloadGroup
+from tiering.connector.protocols import SchedulerOutput
+from tiering.runtime.linear_cost import LinearCost
+
+HALF_LIFE = 30.0
+"""Seconds after which a step has half of its weight in the estimate."""
+
+SHARE_HALF_LIFE = 10.0
+"""Seconds after which half of the weight of the share of time that the engine prefills has faded."""
+
+MOST_SHARE = 0.7
+"""Largest share that counts: a burst must not make the slowest load look fast."""
+
+LEAST_TOKENS = 32
+"""Smallest number of prompt tokens of a step that is measured."""
+
+LEAST_WEIGHT = 0.1
+"""Weight of the latest step without a prompt in the estimate of its duration."""
+
+MOST_STEPS = 64
+"""Largest number of steps that are remembered until the engine reports them."""
+
+
+class PrefillSpeed:
+    """Estimate of the time that a prompt token takes, which a manager gets by block and group.
+
+    Args:
+        groups: the KV-cache groups.
+        manager: chooses between loading and computing.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager, clock: Callable[[], float]) -> None:
+        # A few blocks of a window, or one of a state, stand for the whole prefix: they follow the other groups.
+        self._tokens = [group.offloaded_block_size if group.is_full else math.inf for group in groups]
+        self._manager = manager
+        self._clock = clock
+        self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)
+        """When each step that has not ended was built, and its prompt tokens."""
+        self._ended = -math.inf
+        self._measured = clock()
+        """Time at which the last measured step had ended."""
+        self._share = 0.0
+        """Share of the time that such steps take."""
+        self._cost = LinearCost(HALF_LIFE)
+        self._least = 0.0
+        """Duration of a step with few tokens, which a step with a prompt takes as well."""
+        manager.note_compute([math.inf if size == math.inf else 0.0 for size in self._tokens])
+
+    def built(self, output: SchedulerOutput) -> None:
+        """Record that a step was built; one without tokens computes nothing."""
+        scheduled = output.num_scheduled_tokens
+        if scheduled:
+            # A request that decodes has one token in a step.
+            self._steps.append((self._clock(), sum(scheduled.values()) - len(scheduled)))
+
+    def ended(self) -> None:
+        """Record that the engine has reported the oldest step, and pass on the estimate if it has changed."""
+        if not self._steps:
+            return
+        now = self._clock()
+        built, tokens = self._steps.popleft()
+        seconds, since, self._ended = now - max(built, self._ended), now - self._measured, now
+        if tokens < LEAST_TOKENS:
+            self._least += LEAST_WEIGHT * (seconds - self._least)
+        elif seconds > 0.0:
+            self._cost.observe(tokens, seconds, now)
+            self._measured = now
+            fade = 0.5 ** (since / SHARE_HALF_LIFE)
+            self._share = min(MOST_SHARE, self._share * fade + min(1.0, seconds / since) * (1.0 - fade))
+            # Other requests take their share of the steps, so that a prompt takes longer than its own tokens do.
+            per_token = self._cost.per_unit_beside(self._least) / (1.0 - self._share)
+            self._manager.note_compute([math.inf if size == math.inf else size * per_token for size in self._tokens])

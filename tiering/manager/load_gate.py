@@ -1,0 +1,117 @@
+"""The choice between a load from one tier and computing, by what both have taken lately.
+
+A load of n blocks pays if it is expected to end before the engine would have computed them. Either all blocks of a run
+pay or none does, because both durations grow by a constant per block. Expected is the time of all blocks on their way
+from the tier and of the n blocks. While no job of the tier ends, at least as long again as it has been silent.
+
+- Until the engine has computed a prompt, requests compute, because nothing bounds their wait. Before the first load has
+  ended, loads pay, because nothing is known; by the silence, only as long as the first one takes less than computing.
+- A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`).
+- While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
+  (:data:`PROBE_SECONDS`). These loads show that the tier has become faster.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tiering.runtime.linear_cost import LinearCost
+
+HALF_LIFE = 2.0
+"""Seconds after which a load has half of its weight in the estimate."""
+
+WINDOW = 0.5
+"""Longest time over which the blocks of a busy tier are counted together, in seconds."""
+
+SHORTEST = 1e-4
+"""Shortest duration that is measured, in seconds: several jobs may be collected together."""
+
+STAY = 1.05
+"""Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
+
+PROBE_SECONDS = 4.0
+"""Shortest time between two loads that only measure, in seconds."""
+
+PROBE_BLOCKS = 32
+"""Largest number of blocks of a load that only measures."""
+
+
+class LoadGate:
+    """Expected durations of the loads from one tier, and its counters.
+
+    Times are on the manager's clock, in seconds.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_cost",
+        "_fixed",
+        "_got",
+        "_next_probe",
+        "_outstanding",
+        "_progress",
+        "cut",
+        "gated",
+        "pays",
+    )
+
+    def __init__(self) -> None:
+        self._cost = LinearCost(HALF_LIFE)
+        self._outstanding = self._got = 0
+        self._begun = self._progress = 0.0
+        self._fixed = True
+        self._next_probe = -math.inf
+        self.pays = True
+        """True if the last load that was considered pays."""
+        self.gated = 0
+        """Blocks that the tier held and that requests computed because a load would have taken longer."""
+        self.cut = 0
+        """Blocks that requests waited for until computing would have taken as long."""
+
+    def begin(self, blocks: int, now: float) -> None:
+        """Record that a load of ``blocks`` was submitted."""
+        if not self._outstanding:
+            self._begun = self._progress = now
+            self._got, self._fixed = 0, True
+        self._outstanding += blocks
+
+    def end(self, blocks: int, arrived: int, now: float) -> None:
+        """Record that a load of ``blocks`` has ended, and that ``arrived`` of them are there."""
+        self._outstanding -= blocks
+        if not arrived:
+            return
+        self._got += arrived
+        self._progress = now
+        seconds = now - self._begun
+        if seconds < SHORTEST:
+            return
+        self._cost.observe(self._got, seconds, now, fixed=self._fixed)
+        if seconds > WINDOW:
+            # The tier was busy all the time: what follows has no further latency.
+            self._begun, self._got, self._fixed = now, 0, False
+
+    def expected(self, blocks: int, now: float) -> float:
+        """Return the seconds until a load of ``blocks`` that is submitted now will have ended."""
+        cost, outstanding = self._cost, self._outstanding
+        seconds = 0.0
+        if cost.per_unit is not None:
+            seconds = cost.fixed + cost.per_unit * (outstanding + blocks)
+        return max(seconds, now - self._progress) if outstanding else seconds
+
+    def decide(self, blocks: int, compute: float, now: float) -> bool:
+        """Return True if a load of ``blocks`` pays.
+
+        Args:
+            blocks: number of further blocks; 0 for those that are on their way already.
+            compute: seconds of computing them.
+            now: present time.
+        """
+        self.pays = self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
+        return self.pays
+
+    def takes_probe(self, now: float) -> bool:
+        """Return True if a load that only measures is due; the next one is due later."""
+        if self._outstanding or now < self._next_probe:
+            return False
+        self._next_probe = now + PROBE_SECONDS
+        return True
