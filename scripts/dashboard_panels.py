@@ -364,15 +364,18 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             unit="ops",
         ),
         Panel(
-            "Sessions that hints have ended",
+            "What hints of requests change",
             {
                 "sessions": _engine_rate("sessions_released"),
                 "blocks that go first": _engine_rate("blocks_released"),
                 "malformed hints": _engine_rate("hints_ignored"),
                 "hints without effect": _engine_rate("hints_unknown"),
+                "blocks retained": _engine_rate("blocks_retained"),
+                "blocks pinned": _engine_rate("blocks_pinned"),
+                "blocks prefetched": _engine_rate("blocks_prefetched"),
                 "blocks that are followed": f"sum(kv_tiering_session_blocks{{{_ENGINE}}})",
             },
-            "Blocks that only an ended session used make room first.",
+            "Blocks that only an ended session used make room first. Retained and pinned ones go after others.",
         ),
         Panel(
             "Warm start",

@@ -82,7 +82,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.group_bytes = _group_bytes(engine, model, group_bytes)
         """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
         self.recording = _recording(self.stack, self.group_bytes)
-        self.session_blocks = self.stack.hints.blocks if self.stack.hints.release else 0
+        self.hints = self.stack.hints.bounds
+        self.promotes_waiting = self.stack.primary.promote_waiting
         self.explaining = _explaining(self.stack, max(self.group_bytes))
         self._rank = rank
         self._replicated = replicated

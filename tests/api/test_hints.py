@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiering.api.hints import MAX_ACTIONS, NO_HINTS, RequestHints, parse_hints
+from tiering.api.hints import MAX_ACTIONS, NO_HINTS, HintBounds, KeepAction, parse_hints
 from tiering.api.request_policy import parse_request_policy
 
 
@@ -46,9 +46,9 @@ def test_sessions_of_different_salts_differ() -> None:
 
 @pytest.mark.parametrize("kind", ["release", "Release", "demote", "Demote"])
 def test_a_release_ends_the_session_of_the_request_or_the_one_that_it_names(kind: str) -> None:
-    assert parse_hints(params(hints=[action(kind)]), "s") == RequestHints(session("s"), (session("s"),))
-    named = parse_hints(params(hints=[action(kind, session_id="t")]), "s")
-    assert named == RequestHints(session("s"), (session("t"),))
+    own, named = (parse_hints(params(hints=[action(kind, **to)]), "s") for to in ({}, {"session_id": "t"}))
+    assert (own.session, own.released) == (session("s"), (session("s"),))
+    assert (named.session, named.released) == (session("s"), (session("t"),))
 
 
 def test_the_engines_envelope_means_the_same_as_the_parameters() -> None:
@@ -58,6 +58,39 @@ def test_the_engines_envelope_means_the_same_as_the_parameters() -> None:
 
 def test_actions_of_an_unknown_type_are_counted() -> None:
     assert parse_hints(params(hints=[action("teleport"), action()]), "s").unknown == 1
+
+
+def test_actions_that_have_no_effect_in_the_stack_count_as_unknown() -> None:
+    hints = parse_hints(params(hints=[action("pin", seconds=3), action()]), "s", allowed=frozenset({"release"}))
+    assert (hints.unknown, hints.kept, hints.released) == (1, (), (session("s"),))
+
+
+@pytest.mark.parametrize("kind", ["retain", "pin", "expect"])
+def test_an_action_keeps_the_blocks_of_the_request_or_of_another_session_for_a_time(kind: str) -> None:
+    assert parse_hints(params(hints=[action(kind.upper(), seconds=30)])).kept == (KeepAction(kind, None, 30.0),)
+    named = [action(kind, seconds=1.5, session_id=name) for name in ("s", "t")]
+    kept = parse_hints(params(hints=named), "s").kept
+    assert kept == (KeepAction(kind, None, 1.5), KeepAction(kind, session("t"), 1.5))
+
+
+def test_a_prefetch_is_of_the_prompt_or_of_another_session() -> None:
+    hints = parse_hints(params(hints=[action("Prefetch"), action("prefetch", session_id="t")]), "s", salt="tenant")
+    assert hints.prefetched == (None, session("t", "tenant"))
+    assert hints.tenant == parse_hints(None, "u", salt="tenant").tenant != parse_hints(None, "u").tenant
+
+
+def test_the_bounds_of_the_stack_limit_what_is_kept() -> None:
+    bounds = HintBounds(retain=0.25, pin=0.125, longest=60.0)
+    assert bounds.kept(KeepAction("retain", None, 1e9), [b"key"])[1:] == (60.0, 0.25, False)
+    assert bounds.kept(KeepAction("pin", None, 5.0), [b"key"])[1:] == (5.0, 0.125, True)
+    assert bounds.kept(KeepAction("expect", None, 5.0), [b"key"])[1:] == (10.0, 0.25, False)
+
+
+def test_an_action_has_an_effect_only_if_its_bound_allows_it() -> None:
+    assert HintBounds().actions == frozenset()
+    assert HintBounds(blocks=1, retain=0.1, pin=0.1).actions == {"release", "retain", "pin", "expect"}
+    assert HintBounds(release=False, blocks=1, retain=0.1, expect=False).actions == {"retain"}
+    assert HintBounds(blocks=1, retain=0.0).actions == {"release"}
 
 
 @pytest.mark.parametrize(
@@ -70,12 +103,17 @@ def test_actions_of_an_unknown_type_are_counted() -> None:
         ({"hints": [action(session_id="")]}, "hints[0].payload.session_id: '' is not a text of 1 to 256 bytes"),
         ({"hints": [action(session_id=4)]}, "hints[0].payload.session_id: 4 is not a text of 1 to 256 bytes"),
         ({"hints": [action()]}, "hints[0]: names no session, and the request has none"),
+        ({"hints": [action("retain")]}, "hints[0].payload.seconds: None is not a number of seconds above 0"),
+        ({"hints": [action("retain", seconds=True)]}, "hints[0].payload.seconds: True is not a number"),
+        ({"hints": [action("pin", seconds=float("inf"))]}, "hints[0].payload.seconds: inf is not a number"),
+        ({"hints": [action("expect", seconds=-1)]}, "hints[0].payload.seconds: -1 is not a number of seconds above 0"),
+        ({"hints": [action("retain", seconds=1, session_id=4)]}, "hints[0].payload.session_id: 4 is not a text"),
         ({"session_id": "ä" * 129}, "is not a text of 1 to 256 bytes"),
     ],
 )
 def test_malformed_hints_are_ignored_and_named(words: dict[str, Any], reason: str) -> None:
     hints = parse_hints(params(**words))
-    assert (hints.session, hints.released) == (None, ())
+    assert (hints.session, hints.released, hints.kept) == (None, (), ())
     assert len(hints.malformed) == 1
     assert reason in hints.malformed[0]
     assert parse_request_policy(params(load=True, **words)).load, "the rest of the parameters stands"

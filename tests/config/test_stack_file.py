@@ -417,6 +417,24 @@ def test_a_warm_start_needs_a_tier_that_keeps_documents(tiers: tuple[dict[str, o
     assert "warm_start: needs a secondary tier that outlives the engine and keeps documents" in said
 
 
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("hints.prefetch", {"hints": {"prefetch": "1MiB"}}),
+        ("primary.promote_waiting", {"primary": {**PRIMARY, "promote_waiting": True}}),
+    ],
+)
+def test_promotions_ahead_of_requests_need_a_secondary_tier(where: str, words: dict[str, object]) -> None:
+    said = refusal({"primary": PRIMARY, **words})
+    assert f"{where}: promotes blocks of secondary tiers, and there are none; add one, or leave it out" in said
+    load_stack({"primary": PRIMARY, **words, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
+
+
+@pytest.mark.parametrize("words", [{"retain": 0.6}, {"pin": -0.1}, {"prefetch": -1}, {"longest": 0}])
+def test_bounds_of_hints_are_checked(words: dict[str, object]) -> None:
+    assert f"hints.{next(iter(words))}: " in refusal({"primary": PRIMARY, "hints": words})
+
+
 def test_a_warm_start_has_no_meaning_in_mode_simple() -> None:
     said = refusal({"primary": PRIMARY, "mode": "simple", "warm_start": {}})
     assert "warm_start: has no meaning in mode simple; leave it out" in said

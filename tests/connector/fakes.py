@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup, OffloadingSpec
+from tiering.api.hints import HintBounds, KeptBlocks
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -155,6 +156,9 @@ class FakeManager(OffloadingManager):
         self.live: set[str] = set()
         self.ended: list[str] = []
         self.released: list[OffloadKey] = []
+        self.kept: list[KeptBlocks] = []
+        self.early: list[tuple[list[OffloadKey], str]] = []
+        self.prefetched: list[tuple[list[OffloadKey], float, float]] = []
         self.steps = 0
         self.epoch_begins = False
         """True if the manager empties itself for a new common epoch at the end of this step."""
@@ -294,10 +298,19 @@ class FakeManager(OffloadingManager):
         self.live.add(req_context.req_id)
         return RequestOffloadingContext(self.policy)
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         self.live.remove(req_context.req_id)
         self.ended.append(req_context.req_id)
         self.released += released
+        self.kept += kept
+
+    def promote_early(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.early.append((list(keys), req_context.req_id))
+
+    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
+        self.prefetched.append((list(keys), bytes_per_second, after))
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
         return Counter(self.sources[key] for key in keys if key in self.sources)
@@ -377,7 +390,9 @@ def make_spec(
         )
         for index, window in enumerate(windows)
     )
-    prefix_caching, session_blocks = bool(extra.pop("prefix_caching", True)), extra.pop("session_blocks", 1 << 10)
+    prefix_caching = bool(extra.pop("prefix_caching", True))
+    promotes_waiting = bool(extra.pop("promotes_waiting", False))
+    hints = HintBounds(blocks=extra.pop("session_blocks", 1 << 10), **extra.pop("hints", {"retain": 0.25}))
     engine = EngineConfig(
         block_sizes=(gpu_block_size,) * len(windows),
         hash_block_size=extra.pop("hash_block_size", gpu_block_size),
@@ -387,7 +402,7 @@ def make_spec(
         max_batch_tokens=extra.pop("max_batch_tokens", 8192),
     )
     spec = FakeSpec(engine, extra, manager)
-    spec.session_blocks = session_blocks
+    spec.hints, spec.promotes_waiting = hints, promotes_waiting
     return spec
 
 

@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.index.slots import EVICT_AT_ONCE, SlotIndex
 from tiering.index.tier_index import StorePlan
@@ -105,6 +106,14 @@ def test_released_blocks_make_room_first_until_they_are_used_again() -> None:
     assert len(plan.evicted) == 2
     assert K[2] in plan.evicted
     assert K[3] not in plan.evicted
+
+
+def test_others_make_room_before_kept_blocks() -> None:
+    index = make_index(4)
+    store(index, K[:4])
+    index.touch(K[:2])
+    index.keep(KeptBlocks(K[2:4], 10.0, 0.5), lambda: 0.0)
+    assert set(store(index, K[4:6]).evicted) == set(K[:2])
 
 
 def test_a_held_key_of_the_same_call_is_not_evicted_for_its_neighbours() -> None:

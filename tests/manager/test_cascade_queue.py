@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tiering.api.request import ReqContext
-from tiering.manager.cascade_queue import AT_ONCE, NOBODY, CascadeQueue, tails_of
+from tiering.manager.cascade_queue import AT_ONCE, NOBODY, CascadeQueue, RequestEnd, tails_of
 from tiering.testing.keys import keys_of
 
 K = keys_of(*range(200))
@@ -60,24 +60,24 @@ def test_a_block_that_leaves_is_not_taken_and_what_is_not_there_is_no_matter() -
 def test_a_finished_request_ends_when_its_last_block_has_gone() -> None:
     queue = queue_of((R1, K[:3]), (R2, K[3:4]))
     queue.append(R1, K[4:5], is_fill=True)
-    assert queue.finish(R1, K[:1])
-    assert not queue.finish(R3), "nothing of this request is queued"
+    assert queue.finish(RequestEnd(R1, K[:1]))
+    assert not queue.finish(RequestEnd(R3)), "nothing of this request is queued"
     queue.take(3)
     queue.drop(K[3:4])
     assert queue.ended == [], "its fill is still there, and r2 has not finished"
     queue.take(1)
-    assert queue.ended == [(R1, K[:1])]
+    assert queue.ended == [RequestEnd(R1, K[:1])]
 
 
 def test_the_blocks_of_a_request_whose_id_is_used_again_belong_to_nobody() -> None:
     queue = queue_of((R1, K[:2]))
-    queue.finish(R1, K[:1])
+    queue.finish(RequestEnd(R1, K[:1]))
     queue.disown("r1")
-    assert queue.ended == [(R1, K[:1])]
+    assert queue.ended == [RequestEnd(R1, K[:1])]
     again = ReqContext("r1")
     queue.append(again, K[2:3], is_fill=False)
     assert [queue.take(9)[::2] for _ in range(2)] == [(NOBODY, K[:2]), (again, K[2:3])]
-    assert queue.ended == [(R1, K[:1])]
+    assert queue.ended == [RequestEnd(R1, K[:1])]
 
 
 def test_tails_go_before_heads_and_the_last_request_first() -> None:

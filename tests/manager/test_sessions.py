@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.connector.fakes import FakeRequest, finished, make_scheduler, run_prompt
+from tiering.api.hints import KeptBlocks
 from tiering.manager.sessions import MOST_SHARERS, Sessions
 from tiering.testing.keys import keys_of
 
@@ -158,8 +161,85 @@ def test_malformed_and_unknown_hints_are_counted_and_the_request_stores() -> Non
     assert set(request.keys()) <= manager.rows.keys()
 
 
+def test_a_request_retains_all_its_blocks_and_needs_no_session() -> None:
+    scheduler, manager = make_scheduler()
+    request = ask("one", None, [*range(16)], {"action_type": "retain", "payload": {"seconds": 5}})
+    run(scheduler, request, [1, 2, 3, 4], found=8)
+    assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.25)]
+
+
+def test_a_request_retains_the_blocks_that_another_session_has_computed() -> None:
+    scheduler, manager = make_scheduler()
+    first = ask("one", "s", [*range(16)])
+    run(scheduler, first, [1, 2, 3, 4], found=8)
+    others = [{"action_type": "expect", "payload": {"seconds": 5, "session_id": name}} for name in ("s", "nobody")]
+    run(scheduler, ask("two", "t", [90, 91, 92, 93], *others), [9])
+    assert manager.kept == [KeptBlocks(first.keys()[2:], 10.0, 0.25)]
+
+
+def test_a_session_of_another_salt_is_another_session() -> None:
+    scheduler, manager = make_scheduler()
+    run(scheduler, ask("one", "s", [*range(16)]), [1, 2, 3, 4])
+    other = ask("two", "t", [90, 91, 92, 93], {"action_type": "retain", "payload": {"seconds": 5, "session_id": "s"}})
+    other.cache_salt = "tenant"  # type: ignore[attr-defined]
+    run(scheduler, other, [9])
+    assert manager.kept == []
+
+
+def test_a_pin_has_no_effect_unless_the_stack_gives_it_a_share() -> None:
+    for pin, kept in ((0.0, 0), (0.125, 1)):
+        scheduler, manager = make_scheduler(hints={"pin": pin})
+        request = ask("one", None, [*range(8)], {"action_type": "pin", "payload": {"seconds": 5}})
+        run(scheduler, request, [1, 2])
+        assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.125, True)] * kept
+        assert scheduler.get_stats()["connector"]["hints_unknown"] == 1 - kept
+
+
+PREFETCH = {"action_type": "prefetch", "payload": {}}
+
+
+def test_a_request_prefetches_its_prompt_and_the_blocks_of_a_session_when_it_arrives() -> None:
+    scheduler, manager = make_scheduler(hints={"prefetch": 1e6})
+    first = ask("one", "s", [*range(8)])
+    run(scheduler, first, [1, 2])
+    other = {"action_type": "prefetch", "payload": {"session_id": "s"}}
+    request = ask("two", None, [*range(50, 63)], PREFETCH, other)
+    scheduler.on_new_request(request)
+    assert manager.prefetched == [(request.keys()[:3], 1e6, 0.0), (first.keys(), 1e6, 0.0)]
+    assert manager.early == []
+
+
+def test_an_expected_session_is_prefetched_before_it_returns_where_the_stack_allows_that() -> None:
+    expect = {"action_type": "expect", "payload": {"seconds": 10}}
+    for retain, kept in ((0.25, 1), (0.0, 0)):
+        scheduler, manager = make_scheduler(hints={"prefetch": 1e6, "retain": retain})
+        request = ask("one", None, [*range(8)], expect)
+        run(scheduler, request, [1, 2])
+        assert manager.prefetched == [(request.keys(), 1e6, 8.0)]
+        assert len(manager.kept) == kept
+
+
+def test_without_a_bound_a_prefetch_counts_as_unknown() -> None:
+    scheduler, manager = make_scheduler()
+    scheduler.on_new_request(ask("two", None, [*range(8)], PREFETCH))
+    assert manager.prefetched == []
+    assert scheduler.get_stats()["connector"]["hints_unknown"] == 1
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_request_that_joins_the_queue_is_promoted_early_if_the_stack_says_so(on: bool) -> None:
+    scheduler, manager = make_scheduler(promotes_waiting=on)
+    request = ask("one", None, [*range(13)])
+    scheduler.on_new_request(request)
+    assert manager.early == ([(request.keys()[:3], "one")] if on else [])
+    may_not = ask("two", None, [*range(13)])
+    may_not.kv_transfer_params = {"kv_tiering": {"load": False}}
+    scheduler.on_new_request(may_not)
+    assert len(manager.early) == int(on)
+
+
 def test_without_the_word_no_session_is_followed() -> None:
-    scheduler, manager = make_scheduler(session_blocks=0)
+    scheduler, manager = make_scheduler(session_blocks=0, hints={})
     run(scheduler, ask("one", "s", [*range(8)], RELEASE), [1, 2])
     assert manager.released == []
     assert scheduler.get_stats()["connector"]["session_blocks"] == 0

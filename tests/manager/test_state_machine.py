@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
+from tiering.manager import early
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
@@ -128,6 +130,24 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(choice=choices)
     def finish_request(self, choice: int) -> None:
         self.manager.on_request_finished(self.requests.pop(self._request(choice).req_id))
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes, wait=st.sampled_from([0.0, 6.0, 12.0]), success=st.booleans())
+    def finish_with_hints(self, choice: int, keys: list[bytes], wait: float, success: bool) -> None:
+        """A request ends and keeps blocks for a time, or releases them (time 0)."""
+        ctx = self.requests.pop(self._request(choice).req_id)
+        kept = [KeptBlocks(keys, wait, 0.25, success)] if wait else []
+        self.manager.on_request_finished(ctx, () if wait else keys, kept)
+
+    @precondition(lambda self: self.requests)
+    @rule(choice=choices, keys=prefixes)
+    def joins_the_queue(self, choice: int, keys: list[bytes]) -> None:
+        self.manager.promote_early(keys, self._request(choice))
+
+    @rule(choice=choices, keys=prefixes, wait=st.sampled_from([0.0, 6.0, 12.0]))
+    def prefetch(self, choice: int, keys: list[bytes], wait: float) -> None:
+        """One of two tenants, of which each gets two blocks per second."""
+        self.manager.prefetch(keys, bytes([choice % 2]), 4.0, wait)
 
     @precondition(lambda self: self.requests)
     @rule(choice=choices, keys=prefixes)
@@ -340,6 +360,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert self.keep or self.buffer[row, 1] == self.epoch
 
     @invariant()
+    def kept_rows_stay_within_their_share(self) -> None:
+        keeping = self.primary._table.marks.keeping if hasattr(self, "primary") else None
+        if keeping is not None:
+            for kind in (keeping.retained, keeping.pinned):
+                assert kind.rows == np.count_nonzero(kind._until) <= ROWS // 4
+
+    @invariant()
     def reservations_stay_within_their_share(self) -> None:
         if hasattr(self, "primary"):
             assert 0 <= self.manager.get_stats()["manager"]["rows_reserved"] <= ROWS
@@ -357,7 +384,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.complete_load(keys, ctx)
         for ctx in self.requests.values():
             self.manager.on_request_finished(ctx)
-        for _ in range(4):
+        self.clock.advance(12.0)
+        self.manager.on_schedule_end()  # the last prefetches are due
+        self.clock.advance(early.PATIENCE)
+        for _ in range(4 + len(self.manager._early.waiting)):
             for tier in self.tiers:
                 tier.allowance = None
                 for job in [*tier.loads, *tier.stores]:
@@ -383,9 +413,10 @@ TestManagerMachine.settings = settings(
 
 
 WEIGHTS = {
-    "new_request": 2, "finish_request": 2, "look_up": 10, "prepare_store": 12, "complete_store": 14,
-    "prepare_load": 8, "complete_load": 9,
-    "tier_changes_its_credit": 5, "touch": 3, "end_step": 10, "time_passes": 1, "tier_ends_a_job": 16,
+    "new_request": 4, "finish_request": 2, "finish_with_hints": 4, "look_up": 10, "prepare_store": 12,
+    "complete_store": 14, "prepare_load": 8, "complete_load": 9,
+    "tier_changes_its_credit": 5, "touch": 3, "joins_the_queue": 2, "prefetch": 2, "end_step": 10,
+    "time_passes": 1, "tier_ends_a_job": 16,
     "tier_gains_blocks": 2, "promote": 8, "tier_loses_blocks": 1,
     "tier_does_not_know_yet": 1, "tier_wants_keys": 1, "reset_now_and_then": 6,
 }  # fmt: skip
@@ -413,7 +444,7 @@ def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
         }
         if (name == "complete_store" and not machine.writes) or (name == "complete_load" and not machine.reads):
             continue
-        if name == "finish_request" and len(machine.requests) < 3:
+        if name.startswith("finish_") and len(machine.requests) < 3:
             continue
         method = getattr(machine, name)
         code = method.__func__.__code__
@@ -423,10 +454,13 @@ def test_long_weighted_walks_over_the_same_rules(seed: int) -> None:
         machine.what_is_readable_is_right()
         machine.reservations_stay_within_their_share()
         machine.queued_blocks_hold_their_rows()
+        machine.kept_rows_stay_within_their_share()
     stats = machine.manager.get_stats()["manager"]
     machine.teardown()
     assert stats["evicted_blocks"] > 50
     assert stats["promotions_overdue"] > 0
     assert stats["queued_evicted"] > 0
     assert stats["promotions_waited"] > 0
+    assert stats["blocks_prefetched"] > 0
+    assert stats["blocks_retained"] + stats["blocks_pinned"] > 0
     assert stats["resets"] > 0

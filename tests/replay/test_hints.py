@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
-from tiering.api.hints import NO_HINTS
+from tiering.api.hints import NO_HINTS, HintBounds
 from tiering.config.stack_file import load_stack
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import ReplayModel
@@ -35,6 +35,29 @@ def test_a_request_continues_the_session_whose_blocks_it_begins_with() -> None:
 def test_the_last_request_of_a_session_releases_it() -> None:
     hints = read(TRACE, 1.0)
     assert [bool(hints.of(number).released) for number in range(5)] == [False, False, True, True, True]
+
+
+def test_a_request_that_its_session_continues_expects_the_next_one() -> None:
+    hints = TraceHints(1.0, BLOCK_TOKENS, HintBounds(blocks=8, retain=0.5))
+    for each in TRACE:
+        hints.add(each)
+    assert [[action[0::2] for action in hints.of(number).kept] for number in range(5)] == [
+        [("expect", 20.0)], [("expect", 20.0)], [], [], [],
+    ]  # fmt: skip
+    assert [hints.of(number).kept for number in (0, 1)] != [(), ()]
+    assert all(not read(TRACE, 1.0).of(number).kept for number in range(5)), "the default bounds release only"
+
+
+def test_a_session_that_is_expected_stays_before_one_used_later() -> None:
+    trace = [request(0, range(4)), request(10, range(50, 54)), request(20, range(60, 64)), request(30, range(6))]
+    stack = load_stack({"primary": {"capacity": 8 * BLOCK_BYTES}, "hints": {"retain": 0.5}})
+    rates = []
+    for share in (0.0, 1.0):
+        hints = TraceHints(share, BLOCK_TOKENS, stack.hints.bounds)
+        for each in trace:
+            hints.add(each)
+        rates.append(Replay(stack, BLOCK_TOKENS, BLOCK_BYTES, ReplayModel(), hints).run(trace).hit_rate)
+    assert rates == [0.0, 4 / 18]
 
 
 def test_a_share_of_the_sessions_sends_hints() -> None:

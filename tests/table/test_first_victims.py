@@ -17,9 +17,10 @@ def rows(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def filled(policy: str, count: int, held: set[bytes]) -> BlockTable:
+def filled(policy: str, count: int, held: set[bytes] | None = None) -> BlockTable:
     table = BlockTable(count, policy)
-    table.begin_first_victims(lambda keys: [key in held for key in keys])
+    if held is not None:
+        table.marks.begin_first_victims(lambda keys: [key in held for key in keys])
     for key in KEYS[:count]:  # one after the other: the first is the least recent
         taken = table.allocate([key])
         assert taken is not None
@@ -34,8 +35,8 @@ def evicted(table: BlockTable, *new: bytes) -> list[bytes]:
 
 
 def mark(table: BlockTable, *keys: bytes) -> None:
-    assert table.first_victims is not None
-    table.first_victims.add(rows(*(row for row in table.rows_of(keys) if row is not None)))
+    assert table.marks.first_victims is not None
+    table.marks.first_victims.add(rows(*(row for row in table.rows_of(keys) if row is not None)))
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -119,8 +120,8 @@ def test_a_random_walk_evicts_a_marked_row_whenever_there_is_one(policy: str, se
                 marked -= free_of_pins  # all were asked for, and those not held have lost their marks
             marked -= set(taken[1])
             # A row may lose its mark before the one that was found; the model follows the table there.
-            assert table.first_victims is not None
-            marks = table.first_victims._marked
+            assert table.marks.first_victims is not None
+            marks = table.marks.first_victims._marked
             marked = {key for key in marked if marks[table.rows_of([key])[0]]}
             table.commit(new, taken[0])
         assert table.evictable == int(np.count_nonzero(table.refs == 0))

@@ -9,9 +9,7 @@ from tiering.table.block_table import BlockTable
 
 
 def table_of(count: int, policy: str = "lru") -> BlockTable:
-    table = filled(policy, count, set())
-    table.first_victims = None
-    return table
+    return filled(policy, count)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, engine, prompt
+from tests.vllm.server import Server, serve
 
 KEPT, OVER, NEW = (prompt(seed) for seed in (70, 71, 72))
 ROWS = 12
@@ -76,3 +77,59 @@ def test_a_session_that_is_over_makes_room_before_one_that_was_used_longer_ago(
 def test_without_the_hint_the_prompt_that_was_used_longest_ago_goes(tiered: Engine, expected: Answer) -> None:
     answer, blocks = life(tiered, by_parameters, ends=False)
     assert (answer.matches(expected), blocks) == (True, 0)
+
+
+def fill(running: Server, seed: int) -> None:
+    """Let other prompts take more rows than the CPU tier has."""
+    for number in range(4):
+        running.ask([prompt(seed + number)], 1)
+
+
+def test_a_retained_prompt_stays_in_a_server_and_one_without_the_hint_goes(llama: Path, tmp_path: Path) -> None:
+    stack = {"primary": {"capacity": 20 * BLOCK_BYTES}, "hints": {"retain": 0.5}}
+    policy = {"kv_tiering": {"load": False, "store": False}}
+    hint = {"kv_tiering": {"hints": [{"action_type": "Retain", "payload": {"seconds": 600}}]}}
+    with serve(llama, stack, tmp_path / "server.log") as running:
+        (computed,) = running.ask([KEPT], kv_transfer_params=policy)
+        assert running.metric("kv_tiering_blocks_retained_total") == 0
+        for seed, params, blocks in ((300, None, 0), (400, hint, 6)):
+            running.ask([KEPT], 1, kv_transfer_params=params)
+            fill(running, seed)
+            running.evict()
+            before = running.loaded()
+            (answer,) = running.ask([KEPT])
+            assert (answer.matches(computed), (running.loaded() - before) // BLOCK_BYTES) == (True, blocks)
+            fill(running, seed + 50)
+            running.evict()
+        assert running.metric("kv_tiering_blocks_retained_total") == 6
+        assert running.metric("kv_tiering_hints_ignored_total") == 0
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_blocks_are_promoted_while_a_request_waits_in_the_queue_of_an_engine_without_a_free_slot(
+    llama: Path, expected: Answer, on: bool
+) -> None:
+    stack = {
+        "primary": {"capacity": 24 * BLOCK_BYTES, "promote_waiting": on},
+        "secondary": [{"type": "memory", "capacity": "64MiB"}],
+    }
+    with engine(llama, stack, max_num_seqs=1) as running:
+        running.ask([KEPT])
+        running.settle()
+        for seed in range(300, 304):  # together they need all rows
+            running.ask([prompt(seed)], 1)
+            running.settle()
+        running.evict()
+        names = running.start([NEW], max_tokens=120)
+        running.step()
+        names += running.start([KEPT])
+        before = running.tier("memory")["read_bytes"]
+        for _ in range(60):
+            running.step()
+            if running.tier("memory")["read_bytes"] > before:
+                break
+        promoted = running.tier("memory")["read_bytes"] > before
+        assert promoted is on
+        answers, loaded = running.loaded(lambda: running.finish(names))
+        assert answers[1].matches(expected)
+        assert loaded // BLOCK_BYTES == 6

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiering.api.hints import HintBounds
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import LoadStoreSpec
 from tiering.errors import ConfigError
@@ -162,8 +163,10 @@ class OffloadingSpec(ABC):
         """Number of GPU blocks in one offloaded block."""
         self.recording: TraceRecording | None = None
         """Settings of the trace that the scheduler records; None: it records none."""
-        self.session_blocks: int = 0
-        """Largest number of blocks that are followed for the release of their sessions; 0 (default): none."""
+        self.hints = HintBounds(blocks=0)
+        """Hints of requests that are followed; default: none."""
+        self.promotes_waiting = False
+        """True to promote blocks of requests that the engine has not looked up yet; default False."""
         self.explaining: MissExplaining | None = None
         """Settings of the explanation of misses; None: misses are counted only."""
 

@@ -6,19 +6,28 @@ engine's own request: ``session_id`` and ``kv_hints`` in vLLM. An action has the
 
     {"action_type": "release", "payload": {"session_id": "conversation 17"}}
 
-The payload's ``session_id`` is the request's own session if it is left out. The one action with an effect is *release*,
-which vLLM's proposal of KV hints calls *demote*: the session is over, so that its blocks are evicted first.
+The payload's ``session_id`` is the request's own session if it is left out. The types are:
+
+- *release*, which vLLM's proposal of KV hints calls *demote*: the session is over, and its blocks are evicted first.
+- *retain*, *pin* and *expect* with ``seconds``: other blocks are evicted before the blocks of the request, or of the
+  session, for this time. A retained block yields if no other is found soon, a pinned one if there is no other. *expect*
+  means that the session returns in so many seconds; its blocks are retained for somewhat longer.
+- *prefetch*: what slower tiers hold of the request's prompt, or of the session's blocks, is promoted into the CPU tier.
+  It begins when the engine gets the request, and goes on if the request ends before. Where prefetches are allowed,
+  *expect* also brings what the CPU tier lacks by then.
 
 A malformed hint is ignored, and the rest of the request's parameters stands. Unknown actions are counted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
+from tiering.api.keys import OffloadKey
 from tiering.api.masking import shown
 
 MAX_ACTIONS = 16
@@ -27,11 +36,80 @@ MAX_ACTIONS = 16
 MAX_SESSION_BYTES = 256
 """Largest length of a session's name in bytes, as UTF-8."""
 
-RELEASE = frozenset({"release", "demote"})
-"""Types of the action that ends a session, in lower case."""
+RELEASE, RETAIN, PIN, EXPECT, PREFETCH = "release", "retain", "pin", "expect", "prefetch"
+
+ACTIONS = {"demote": RELEASE, **{name: name for name in (RELEASE, RETAIN, PIN, EXPECT, PREFETCH)}}
+"""Type of an action in lower case → its name here."""
+
+EXPECT_FACTOR = 2.0
+"""Quotient of the time for which *expect* retains blocks and the time after which the session returns."""
+
+PREFETCH_AT = 0.8
+"""Share of the time until a session is expected after which its blocks are prefetched."""
 
 SessionId = bytes
 """Digest of a session's name and of the cache salt; sessions of different salts are never equal."""
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks that are kept for a time, and the bounds."""
+
+    keys: Sequence[OffloadKey]
+    """The blocks, in the order of a prefix."""
+    seconds: float
+    """The time from now on, in seconds."""
+    share: float
+    """Largest share of a tier that may be kept in the same way."""
+    is_pin: bool = False
+    """True if the blocks are pinned, False if they are retained."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintBounds:
+    """The actions that a stack follows, and their bounds."""
+
+    release: bool = True
+    """True if *release* has an effect."""
+    blocks: int = 0
+    """Largest number of blocks whose sessions are followed."""
+    retain: float = 0.0
+    """Largest share of a tier that *retain* and *expect* keep together; 0: they have no effect."""
+    expect: bool = True
+    """True if *expect* has an effect."""
+    pin: float = 0.0
+    """Largest share of a tier that *pin* keeps; 0: it has no effect."""
+    prefetch: float = 0.0
+    """Bytes per second that hints of one tenant may prefetch; 0: *prefetch* has no effect."""
+    longest: float = 3600.0
+    """Longest time for which a hint keeps blocks, in seconds."""
+
+    @property
+    def actions(self) -> frozenset[str]:
+        """Names of the actions that have an effect."""
+        has_effect = {
+            RELEASE: self.release and self.blocks > 0,
+            RETAIN: self.retain > 0.0,
+            EXPECT: self.expect and (self.retain > 0.0 or self.prefetch > 0.0),
+            PIN: self.pin > 0.0,
+            PREFETCH: self.prefetch > 0.0,
+        }
+        return frozenset(name for name, has in has_effect.items() if has)
+
+    def kept(self, keep: KeepAction, keys: Sequence[OffloadKey]) -> KeptBlocks:
+        """Return the blocks of an action, within the bounds."""
+        seconds = keep.seconds * EXPECT_FACTOR if keep.name == EXPECT else keep.seconds
+        is_pin = keep.name == PIN
+        return KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin)
+
+
+class KeepAction(NamedTuple):
+    """An action that keeps blocks for a time."""
+
+    name: str
+    """:data:`RETAIN`, :data:`PIN` or :data:`EXPECT`."""
+    session: SessionId | None
+    """The session whose blocks are kept; None: the blocks of the request."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +120,14 @@ class RequestHints:
     """The session of the request; None if it has none."""
     released: tuple[SessionId, ...] = ()
     """Sessions that are over once the request has ended."""
+    kept: tuple[KeepAction, ...] = ()
+    """Actions that keep blocks once the request has ended."""
+    prefetched: tuple[SessionId | None, ...] = ()
+    """Sessions whose blocks are prefetched when the request arrives; None: those of its prompt."""
+    tenant: bytes = b""
+    """Digest of the request's cache salt."""
     unknown: int = 0
-    """Number of actions of a type that is not known."""
+    """Number of actions of a type that is not known, or has no effect in this stack."""
     malformed: Sequence[str] = ()
     """Description of each malformed hint, which was ignored."""
 
@@ -51,9 +135,16 @@ class RequestHints:
 NO_HINTS = RequestHints()
 """The hints of a request without any."""
 
+ALL_ACTIONS = frozenset(ACTIONS.values())
+"""The names of all actions."""
+
 
 def parse_hints(
-    params: Mapping[str, Any] | None, session_id: object = None, envelope: object = None, salt: str | None = None
+    params: Mapping[str, Any] | None,
+    session_id: object = None,
+    envelope: object = None,
+    salt: str | None = None,
+    allowed: frozenset[str] = ALL_ACTIONS,
 ) -> RequestHints:
     """Parse the hints of a request; no exception is raised for a hint.
 
@@ -63,30 +154,84 @@ def parse_hints(
         envelope: the engine's own envelope of hints, whose ``actions`` have the attributes ``action_type`` and
             ``payload``; default: none.
         salt: the request's cache salt; default: none.
+        allowed: names of the actions that have an effect; default: all.
     """
     own = params.get("kv_tiering") if params and isinstance(params, Mapping) else None
     own = own if own and isinstance(own, Mapping) else {}
     hints = own.get("hints")
     if session_id is None and envelope is None and hints is None and "session_id" not in own:
         return NO_HINTS
-    malformed: list[str] = []
-    session = _session(own.get("session_id", session_id), salt, "session_id", malformed)
-    released: list[SessionId] = []
-    unknown = 0
-    for number, (kind, payload) in enumerate(_actions(hints, envelope, malformed)):
+    reader = _Reader(blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=32).digest())
+    session = reader.session(own.get("session_id", session_id), "session_id")
+    for number, (kind, payload) in enumerate(_actions(hints, envelope, reader.malformed)):
         where = f"hints[{number}]"
         if not isinstance(kind, str) or not isinstance(payload, Mapping):
-            malformed.append(f"{where}: is not an action with action_type (a text) and payload (a mapping)")
-        elif kind.lower() not in RELEASE:
-            unknown += 1
+            reader.malformed.append(f"{where}: is not an action with action_type (a text) and payload (a mapping)")
+        elif (name := ACTIONS.get(kind.lower())) is None or name not in allowed:
+            reader.unknown += 1
         else:
-            named = _session(payload.get("session_id"), salt, f"{where}.payload.session_id", malformed)
-            over = named if "session_id" in payload else session
-            if over is not None:
-                released.append(over)
-            elif "session_id" not in payload:
-                malformed.append(f"{where}: names no session, and the request has none")
-    return RequestHints(session, tuple(released), unknown, tuple(malformed))
+            reader.read(name, payload, session, where)
+    return RequestHints(
+        session,
+        tuple(reader.released),
+        tuple(reader.kept),
+        tuple(reader.prefetched),
+        reader.tenant,
+        reader.unknown,
+        tuple(reader.malformed),
+    )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """The actions of one request that were read so far."""
+
+    tenant: bytes
+    """Digest of the request's cache salt."""
+    released: list[SessionId] = field(default_factory=list)
+    kept: list[KeepAction] = field(default_factory=list)
+    prefetched: list[SessionId | None] = field(default_factory=list)
+    unknown: int = 0
+    malformed: list[str] = field(default_factory=list)
+
+    def read(self, name: str, payload: Mapping[str, Any], own: SessionId | None, where: str) -> None:
+        """Add an action of a known type.
+
+        Args:
+            name: name of the action.
+            payload: its payload.
+            own: the request's session.
+            where: place of the action, for a message.
+        """
+        session = own
+        if "session_id" in payload:
+            session = self.session(payload["session_id"], f"{where}.payload.session_id")
+            if session is None:
+                return
+        if name == RELEASE:
+            if session is None:
+                self.malformed.append(f"{where}: names no session, and the request has none")
+            else:
+                self.released.append(session)
+            return
+        if name == PREFETCH:
+            self.prefetched.append(None if session == own else session)
+            return
+        seconds = payload.get("seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            self.malformed.append(f"{where}.payload.seconds: {shown(seconds)} is not a number of seconds above 0")
+        else:
+            self.kept.append(KeepAction(name, None if session == own else session, float(min(seconds, 1e9))))
+
+    def session(self, name: object, where: str) -> SessionId | None:
+        """Return the digest of a session's name; None for no name, or for a malformed one."""
+        if name is None and where == "session_id":
+            return None
+        encoded = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b""
+        if not 0 < len(encoded) <= MAX_SESSION_BYTES:
+            self.malformed.append(f"{where}: {shown(name)} is not a text of 1 to {MAX_SESSION_BYTES} bytes")
+            return None
+        return blake2b(encoded, key=self.tenant, digest_size=15).digest()
 
 
 def _actions(hints: object, envelope: object, malformed: list[str]) -> Iterable[tuple[object, object]]:
@@ -104,15 +249,3 @@ def _actions(hints: object, envelope: object, malformed: list[str]) -> Iterable[
     ]
     carried = carried[: MAX_ACTIONS - len(actions)]
     return actions + [(getattr(action, "action_type", None), getattr(action, "payload", None)) for action in carried]
-
-
-def _session(name: object, salt: str | None, where: str, malformed: list[str]) -> SessionId | None:
-    """Return the digest of a session's name; None for no name, or for a malformed one."""
-    if name is None:
-        return None
-    encoded = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b""
-    if not 0 < len(encoded) <= MAX_SESSION_BYTES:
-        malformed.append(f"{where}: {shown(name)} is not a text of 1 to {MAX_SESSION_BYTES} bytes")
-        return None
-    key = blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=32).digest()
-    return blake2b(encoded, key=key, digest_size=16).digest()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import BlockIDsLoadStoreSpec, LoadStoreSpec
@@ -318,13 +319,36 @@ class OffloadingManager(ABC):
         Called exactly once for each request, before any other call for that request.
         """
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         """Release the state of a request. Called exactly once for each request, however the request ends.
 
         Args:
             req_context: the request.
             released: blocks that no session needs any more, in the order of a prefix; default: none. Every tier evicts
                 them before all others, until they are used again.
+            kept: blocks before which every tier evicts others for a time; default: none.
+        """
+
+    def promote_early(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Begin to promote what slower tiers hold of the prefix of a request that the engine has not looked up yet.
+
+        Nothing waits for it. The default does nothing.
+
+        Args:
+            keys: the keys in the order of the prefix.
+            req_context: the request; what was not begun when it ends is dropped.
+        """
+
+    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
+        """Begin to promote what slower tiers hold of a prefix, for no request; the default does nothing.
+
+        Args:
+            keys: the keys in the order of the prefix.
+            tenant: digest of the cache salt, whose prefetches the bound counts together.
+            bytes_per_second: bytes per second that a tenant may prefetch.
+            after: seconds until it begins, at the end of a step; default 0.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:

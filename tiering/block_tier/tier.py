@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
@@ -309,6 +310,9 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         if released:
             self.index.release(released)
         self._intake.admission.on_request_finished(req_context.req_id)
+
+    def keep(self, kept: KeptBlocks) -> None:
+        self.index.keep(kept, self._clock)
 
     def on_schedule_end(self) -> StepEnd:
         wanted = self._intake.take() if self._life.storing else ()

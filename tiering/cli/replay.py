@@ -48,7 +48,7 @@ from tiering.replay.sweep import parse_axis, points
     "hinted_sessions",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Share of the sessions whose clients release them at their end; default: 0.",
+    help="Share of the sessions whose clients hint at their next request and their end; default: 0.",
 )
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")

@@ -80,6 +80,9 @@ def _without_effect(stack: StackConfig) -> Iterator[Problem]:
     if stack.primary.inclusion != "inclusive":
         text = "exclusive needs the TieringConnector, which sees the GPU's own cache; leave it out"
         yield Problem(("primary", "inclusion"), text)
+    if stack.primary.promote_waiting:
+        text = "needs the TieringConnector, which sees the engine's queue; leave it out"
+        yield Problem(("primary", "promote_waiting"), text)
     if stack.events:
         yield Problem(("events",), "has no effect in vLLM: --kv-events-config decides; leave it out")
     if stack.record_trace is not None:

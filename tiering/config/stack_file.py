@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError, WrapValidator, model_validator
 
+from tiering.api.hints import HintBounds
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, masked, shown
 from tiering.api.namespace import revision_digest
@@ -85,6 +86,11 @@ class PrimaryOptions(Strict):
     """
     promotion_share: Share = 0.5
     """Largest fraction of the rows for promoted blocks that are not loaded yet; default 0.5."""
+    promote_waiting: bool = False
+    """True to promote blocks of requests that still wait in the engine's queue; default False.
+
+    They take at most half of the rows of ``promotion_share``.
+    """
     reservation_deadline: Duration = 30.0
     """Time for which a promoted block is reserved for the waiting requests, in seconds; default 30.
 
@@ -92,17 +98,36 @@ class PrimaryOptions(Strict):
     """
 
 
+KeptShare = Annotated[float, Field(ge=0.0, le=0.5)]
+"""Share of a tier that hints of one kind may keep."""
+
+
 class HintOptions(Strict):
     """Hints of requests about the later use of their blocks."""
 
     release: bool = True
     """True (default) to evict the blocks of a session first once a hint says that the session is over."""
+    retain: KeptShare = 0.1
+    """Largest share of each tier that hints may retain at a time; default 0.1, 0 to retain none."""
+    expect: bool = True
+    """True (default) to retain the blocks of a session that a hint expects to return; see ``retain``."""
+    pin: KeptShare = 0.0
+    """Largest share of each tier that hints may pin at a time; default 0: none."""
+    prefetch: Size | None = None
+    """Bytes per second that hints of one cache salt may promote ahead of their requests; default: none."""
+    longest: Duration = 3600.0
+    """Longest time for which a hint keeps blocks, in seconds; default 3600."""
     blocks: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 18
-    """Largest number of blocks that are followed for the release of their sessions; default 262144.
+    """Largest number of blocks whose sessions are followed; default 262144.
 
-    A block takes up to 240 bytes, or 410 in sessions of one block. The sessions that were used longest ago are dropped
-    beyond it.
+    A block takes up to 240 bytes. The sessions that were used longest ago are dropped beyond it.
     """
+
+    @property
+    def bounds(self) -> HintBounds:
+        """The bounds for the connector."""
+        prefetch = float(self.prefetch or 0)
+        return HintBounds(self.release, self.blocks, self.retain, self.expect, self.pin, prefetch, self.longest)
 
 
 class WarmStartOptions(Strict):
@@ -303,6 +328,14 @@ class StackConfig(Strict):
         if self.explain is not None and len(self.secondary) >= MOST_TIERS:
             text = f"follows at most {MOST_TIERS - 1} secondary tiers; leave explain out, or some tiers"
             problems.append(Problem(("explain",), text))
+        if not self.secondary and self.mode == "tiering":
+            for where, is_set in (
+                (("hints", "prefetch"), self.hints.prefetch),
+                (("primary", "promote_waiting"), self.primary.promote_waiting),
+            ):
+                if is_set:
+                    text = "promotes blocks of secondary tiers, and there are none; add one, or leave it out"
+                    problems.append(Problem(where, text))
         problems += self._check_mode()
         if problems:
             raise Problems(problems)

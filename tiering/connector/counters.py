@@ -95,11 +95,11 @@ class SchedulerCounters:
     hints_unknown: int = counter(
         "hints",
         "Hints of a type that has no effect",
-        "A router sends actions that this version does not know.",
+        "A router sends actions that this version does not know, or that `hints` in the stack turns off.",
     )
     session_blocks: int = gauge(
         "blocks",
-        "Blocks of sessions that are followed for a release",
+        "Blocks whose sessions are followed",
         "At `hints.blocks`, the sessions that were used longest ago are followed no more.",
     )
     snapshots_dropped: int = counter(

@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
-from tiering.api.hints import NO_HINTS, RequestHints, parse_hints
+from tiering.api.hints import EXPECT, NO_HINTS, PREFETCH_AT, KeptBlocks, RequestHints, SessionId, parse_hints
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import MEDIUM_CPU, OffloadingEvent
 from tiering.api.masking import shown_name
@@ -36,7 +36,7 @@ from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
-from tiering.connector.groups import build_groups
+from tiering.connector.groups import build_groups, interleave
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
 from tiering.connector.handed_states import HandedStates
 from tiering.connector.hits import Hit, HitSearch
@@ -128,7 +128,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._engine_cache: EngineCache | None = None
         self._shows_cache = False
         """True once the manager was asked to hold blocks exclusively, or cannot be."""
-        self._sessions = Sessions(spec.session_blocks) if spec.session_blocks else None
+        self._actions = spec.hints.actions
+        self._sessions = Sessions(spec.hints.blocks) if self._actions else None
         """Sessions whose blocks are followed; None if the stack follows no hints."""
         explaining, publishes = spec.explaining, self._publishes_events
         self._misses = None
@@ -192,6 +193,34 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
                 state.look_again()
         if variant.is_void:
             self._completions.fail_stores()
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Register a request; begin what its hints prefetch, and its own promotions if the stack asks for that."""
+        super().on_new_request(request)
+        if self._spec.promotes_waiting or self._spec.hints.prefetch:
+            self._begin_early(self.states[request.request_id])
+
+    @counts_seconds
+    def _begin_early(self, state: RequestState) -> None:
+        hints, bounds = state.hints, self._spec.hints
+        # An adapter's blocks have no names before its files are known.
+        if state.touched or state.variant is not None or not state.may_load or self._is_paused():
+            return
+        own = list[list[OffloadKey]]()
+        if self._spec.promotes_waiting or None in hints.prefetched:
+            state.extend_keys(self.groups)
+            limit = state.request.num_tokens - self._search.tokens_to_leave
+            if state.policy.max_load_tokens is not None:
+                limit = min(limit, state.policy.max_load_tokens)
+            full = [group for group in self.groups if group.is_full]
+            own = [state.keys[group.group_idx][: limit // group.offloaded_block_size] for group in full]
+        for session in hints.prefetched if state.policy.tiers is None else ():
+            chains = own if session is None else [self._blocks_of(session)]
+            for keys in filter(None, chains):
+                self.manager.prefetch(keys, hints.tenant, bounds.prefetch)
+        if self._spec.promotes_waiting:
+            for keys in filter(None, own):
+                self.manager.promote_early(keys, state.ctx)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -385,6 +414,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             getattr(request, "session_id", None),
             getattr(request, "kv_hints", None),
             getattr(request, "cache_salt", None),
+            self._actions,
         )
         if hints.malformed:
             self._counters.hints_ignored += len(hints.malformed)
@@ -439,12 +469,33 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
         if self._misses is not None:
             self._misses.ended(state)
-        self.manager.on_request_finished(state.ctx, self._released(state))
+        if state.hints is NO_HINTS:
+            self.manager.on_request_finished(state.ctx)
+        else:
+            released = self._released(state)
+            self.manager.on_request_finished(state.ctx, released, self._kept(state))
+
+    def _kept(self, state: RequestState) -> list[KeptBlocks]:
+        """Return the blocks that the hints of a request keep for a time; have those that it expects prefetched."""
+        kept, bounds = list[KeptBlocks](), self._spec.hints
+        for action in state.hints.kept:
+            keys = interleave(state.keys) if action.session is None else self._blocks_of(action.session)
+            if not keys:
+                continue
+            if bounds.retain or action.name != EXPECT:
+                kept.append(bounds.kept(action, keys))
+            if bounds.prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
+                after = PREFETCH_AT * action.seconds
+                self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after)
+        return kept
+
+    def _blocks_of(self, session: SessionId) -> list[OffloadKey]:
+        return [] if self._sessions is None else list(self._sessions.blocks_of(session))
 
     def _released(self, state: RequestState) -> list[OffloadKey]:
         """Return the blocks of the sessions that end with a request and that no other session shares."""
         hints, sessions = state.hints, self._sessions
-        if hints is NO_HINTS or sessions is None:
+        if sessions is None:
             return []
         if hints.session is not None and state.scheduled and state.invalid_from is None:
             for group, keys in zip(self.groups, state.keys, strict=True):

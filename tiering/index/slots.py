@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress, islice
 from operator import not_
@@ -28,6 +28,7 @@ from operator import not_
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.index.slot_states import SlotStates
 from tiering.index.tier_index import StorePlan, TierIndex
@@ -147,6 +148,9 @@ class SlotIndex(TierIndex):
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         self._table.release(keys)
+
+    def keep(self, kept: KeptBlocks, clock: Callable[[], float]) -> None:
+        self._table.keep(kept, clock)
 
     # ----------------------------------------------------------------------------------------------------------- stores
 

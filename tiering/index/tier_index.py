@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer
@@ -225,6 +226,16 @@ class TierIndex(ABC):
         """Let ``keys`` be evicted before all others, the last one first, until they are used again.
 
         The default does nothing: on a medium without an order of eviction, blocks expire.
+        """
+
+    def keep(self, kept: KeptBlocks, clock: Callable[[], float]) -> None:
+        """Evict other blocks before those of ``kept`` for a time.
+
+        The default does nothing, as that of :meth:`release`.
+
+        Args:
+            kept: the blocks, and the bounds.
+            clock: monotonic clock in seconds, the same in all calls.
         """
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 
@@ -46,6 +47,17 @@ class PulledBlocks(NamedTuple):
     """The blocks, the head of the prefix first."""
 
 
+class RequestEnd(NamedTuple):
+    """The end of a request, which a tier sees once no cascade for the request follows."""
+
+    ctx: ReqContext
+    """The request."""
+    released: Sequence[OffloadKey] = ()
+    """Blocks that are evicted first from now on."""
+    kept: Sequence[KeptBlocks] = ()
+    """Blocks before which others are evicted for a time."""
+
+
 class CascadeQueue:
     """Queued blocks of one tier, each at most once."""
 
@@ -58,9 +70,9 @@ class CascadeQueue:
         """Lane of a request's id and ``is_fill``."""
         self.lane_of: dict[OffloadKey, QueuedRequest] = {}
         """Lane of each queued block; only the queue's methods change it, and hot paths read it."""
-        self._finished: dict[str, tuple[ReqContext, Sequence[OffloadKey]]] = {}
+        self._finished: dict[str, RequestEnd] = {}
         """Requests that have finished and still have blocks here, by id, and the blocks that they release."""
-        self.ended: list[tuple[ReqContext, Sequence[OffloadKey]]] = []
+        self.ended: list[RequestEnd] = []
         """Finished requests whose last block has left; the owner of the queue takes them off."""
 
     def __len__(self) -> int:
@@ -136,11 +148,11 @@ class CascadeQueue:
             lane.keys.move_to_end(key, last=False)
             self._lanes.move_to_end(lane, last=False)
 
-    def finish(self, ctx: ReqContext, released: Sequence[OffloadKey] = ()) -> bool:
-        """Note that a request has finished and releases blocks; return True if some of its blocks are queued."""
-        if not any((ctx.req_id, is_fill) in self._open for is_fill in (False, True)):
+    def finish(self, end: RequestEnd) -> bool:
+        """Note that a request has finished; return True if some of its blocks are queued."""
+        if not any((end.ctx.req_id, is_fill) in self._open for is_fill in (False, True)):
             return False
-        self._finished[ctx.req_id] = ctx, released
+        self._finished[end.ctx.req_id] = end
         return True
 
     def disown(self, req_id: str) -> None:

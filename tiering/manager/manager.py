@@ -17,6 +17,7 @@ from threading import get_ident
 from typing import Any
 
 from tiering.advisor.advisor import SizeAdvisor
+from tiering.api.hints import KeptBlocks
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, PrefixMatch, PrepareStoreOutput
@@ -25,6 +26,7 @@ from tiering.api.request import LATE_STORE, WANTED_STORE, OffloadPolicy, ReqCont
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import TRUTH
 from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.early import EarlyPromotions
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.miss_facts import MissFacts
@@ -150,6 +152,9 @@ class TieringOffloadingManager(MissFacts):
         self._rest = Rest(self.news)
         self._requests = Requests(self._tiers, agreement or EpochAgreement(), clock)
         self._known = self._requests.known
+        self._early = EarlyPromotions(
+            self._search, self._promotions, self._requests, self.on_request_finished, self._stats, clock
+        )
         self._warm = None
         if warm_start is not None:
             self._warm = WarmStart(warm_start, primary_tier, self._promotions, self._tiers, self._stats, clock)
@@ -183,6 +188,7 @@ class TieringOffloadingManager(MissFacts):
             return self.primary_tier.match_prefix(keys, req_context, at_least=at_least)
         if not request.policy.load:
             return PrefixMatch(0, False)
+        request.is_early = False
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
         if request.load_by != math.inf and request.load_by <= self._clock():
@@ -432,17 +438,35 @@ class TieringOffloadingManager(MissFacts):
         policy = OffloadPolicy.REQUEST_LEVEL if request.wants_all else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._rest.until = None
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
             return
-        request.finished, request.released = True, released
+        request.finished, request.released, request.kept = True, released, kept
         self._open_lookups.drop(req_context.req_id)
         if not self._close_if_done(request):
             self._promotions.release(request)
+
+    def promote_early(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        request = self._known.get(req_context.req_id)
+        if request is not None and request.policy.load and self._states:
+            self._rest.until = None
+            self._early.add(request, keys)
+
+    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        if self._states:
+            self._rest.until = None
+            row_bytes = (self.primary_tier.get_kv_memoryview().shape or (0, 1))[1]
+            self._early.prefetch(keys, tenant, bytes_per_second / row_bytes, after)
 
     def _close_if_done(self, request: Request) -> bool:
         """Close a finished request, unless its blocks are still being stored; return True if it is closed."""
@@ -457,6 +481,10 @@ class TieringOffloadingManager(MissFacts):
         self._promotions.release(request)
         if request.released:
             self._stats.blocks_released += self.primary_tier.release(request.released)
+        for kept in request.kept:
+            blocks = self.primary_tier.keep(kept, self._clock)
+            self._stats.blocks_pinned += blocks if kept.is_pin else 0
+            self._stats.blocks_retained += 0 if kept.is_pin else blocks
         self._requests.end(request)
 
     def _cascade_awaited(self) -> None:
@@ -506,6 +534,8 @@ class TieringOffloadingManager(MissFacts):
         if self._jobs.awaited:
             self._cascade_awaited()
         warms = self._warm is not None and self._warm.step()
+        if self._early.waiting or self._early.next_due < math.inf:
+            self._early.step()
         if self._promotions.queued:
             self._jobs.submit_promotions()
         self._jobs.pull()
@@ -513,9 +543,9 @@ class TieringOffloadingManager(MissFacts):
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
-        if seconds > 0.0 and not (warms or self._jobs.awaited or self._promotions.queued):
+        if seconds > 0.0 and not (warms or self._jobs.awaited or self._promotions.queued or self._early.waiting):
             next_due = min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
-            rest.until = min(self._clock() + seconds, next_due)
+            rest.until = min(self._clock() + seconds, next_due, self._early.next_due)
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.
@@ -540,7 +570,7 @@ class TieringOffloadingManager(MissFacts):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        if self._warm is not None and self._warm.steps_idle:
+        if self._early.waiting or (self._warm is not None and self._warm.steps_idle):
             return True
         return self._promotions.queued or self._jobs.expected() or self._jobs.queued_in_time
 
@@ -599,6 +629,7 @@ class TieringOffloadingManager(MissFacts):
         self._stats.queued_reset += self._jobs.drop_all()
         self._promotions.reset(self._jobs.running_promotions())
         self._requests.drop_refusals()
+        self._early.clear()
 
     def shutdown(self) -> None:
         if get_ident() != self._owner.ident:

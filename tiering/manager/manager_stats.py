@@ -89,6 +89,21 @@ class ManagerStats:
         "Blocks of released sessions that are evicted from the CPU tier first",
         "Compare with `sessions_released`: near 0, the sessions share their blocks, or were evicted before.",
     )
+    blocks_retained: int = counter(
+        "blocks",
+        "Blocks of the CPU tier that a hint retained, or retained for longer",
+        "Near 0 although clients send the hint: the blocks were evicted before, or `hints.retain` is used up.",
+    )
+    blocks_pinned: int = counter(
+        "blocks",
+        "Blocks of the CPU tier that a hint pinned, or pinned for longer",
+        "Near 0 although clients send the hint: `hints.pin` is 0 or used up.",
+    )
+    blocks_prefetched: int = counter(
+        "blocks",
+        "Blocks that a hint had promoted into the CPU tier",
+        "0 although clients send the hint: `hints.prefetch` is not set, or the CPU tier holds the blocks already.",
+    )
     warm_start_engines: int = counter(
         "engines",
         "Engines whose published keys a warm start followed",

@@ -54,6 +54,8 @@ class _Walk:
     """Runs of missing blocks that were looked up so far."""
     waits: bool = False
     """True if the request waits for primary rows."""
+    is_early: bool = False
+    """True if the request does not wait for the answer: it is not looked up yet."""
 
 
 class PrefixSearch:
@@ -107,6 +109,27 @@ class PrefixSearch:
             if not walk.waits and request in self._waits:
                 self._waiters.settle(request, keys)
 
+    def begin(self, request: Request, keys: Sequence[OffloadKey], most: int) -> bool:
+        """Promote what the tiers hold of a prefix, for a request that is not looked up yet.
+
+        Args:
+            request: the request.
+            keys: blocks of a prompt, in their order.
+            most: largest number of blocks in front of whose end a search begins that the CPU tier lacks.
+
+        Returns:
+            True if nothing is left: all other blocks are held, in flight or missing.
+        """
+        position = self._readable.leading(keys)
+        seen = keys if most >= len(keys) - position else keys[: position + most]
+        walk = _Walk(seen, is_early=True)
+        try:
+            end = self._walk(request, walk, position).hits
+        finally:
+            for rows in walk.pinned:
+                self._primary.unpin(rows)
+        return not walk.waits and (end < len(seen) or len(seen) == len(keys))
+
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
         keys, pending, stored_by_others = walk.keys, False, False
         while position < len(keys):
@@ -119,7 +142,7 @@ class PrefixSearch:
                 run = list(takewhile(self._pending.__contains__, keys[position:]))
                 if request.refused:
                     run = list(takewhile(lambda other: other not in request.refused, run))
-                if self.gates and not self._joins(request, run):
+                if self.gates and not self._joins(request, run, is_early=walk.is_early):
                     break
                 self._promotions.join(request, run)
                 pending = True
@@ -132,6 +155,9 @@ class PrefixSearch:
                 promoted, patience = self._ask_tiers(request, walk, position)
                 if walk.waits:
                     return PrefixMatch(position + promoted, True)
+                if walk.is_early and patience:
+                    walk.waits = True
+                    break
                 if patience and request.wait_undecided(self._clock(), patience):
                     return PrefixMatch(position, True)
                 if not promoted:
@@ -159,6 +185,8 @@ class PrefixSearch:
             least, gate = state.min_prefix_blocks, state.gate
             if not state.in_service or left < least or not state.loads:
                 continue
+            if gate is not None and request.is_early:
+                continue  # Its limit for waiting begins with its first lookup.
             end, may_grow = walk.held_until.get(state.rank, 0), False
             if end <= position:
                 keys = walk.keys[position:]  # a copy, also of the whole: a tier must not change the caller's keys
@@ -169,14 +197,17 @@ class PrefixSearch:
                 end = walk.held_until[state.rank] = position + held
                 may_grow = open_end and held < max(least, walk.at_least - position)
             keys = self._run_to_promote(state, request, walk, position, end) if end - position >= least else ()
-            if keys and gate is not None and not self._pays(state, gate, request, keys):
+            if keys and gate is not None and not walk.is_early and not self._pays(state, gate, request, keys):
                 if gate.takes_probe(self._clock()):
                     self._pin_head(walk, position)
                     self._promotions.start_probe(state, keys)
                 continue
             if keys:
                 self._pin_head(walk, position)
-                promoted, walk.waits = self._promotions.start(state, request, keys, position)
+                if walk.is_early:
+                    promoted, walk.waits = self._promotions.start_early(state, request, keys)
+                else:
+                    promoted, walk.waits = self._promotions.start(state, request, keys, position)
                 return promoted, 0.0
             if may_grow:
                 seconds = UNDECIDED_PATIENCE if gate is None else self._undecided_patience(gate, walk.keys, left)
@@ -211,10 +242,12 @@ class PrefixSearch:
             request.wait_longer(now, seconds)
         return True
 
-    def _joins(self, request: Request, run: Sequence[OffloadKey]) -> bool:
+    def _joins(self, request: Request, run: Sequence[OffloadKey], *, is_early: bool) -> bool:
         """Return True if a request is to wait for blocks that are being loaded or stored for others."""
         state = None if run[0] in request.asked else self._promotions.source(run[0])
-        return state is None or state.gate is None or self._pays(state, state.gate, request, run, begun=True)
+        if state is None or state.gate is None:
+            return True
+        return not is_early and self._pays(state, state.gate, request, run, begun=True)
 
     def _undecided_patience(self, gate: LoadGate, keys: Sequence[OffloadKey], left: int) -> float:
         """Return the seconds for which a request waits for an undecided tier with a gate."""

@@ -214,6 +214,20 @@ class Promotions:
                 request.asked.discard(key)
         request.awaited = None
 
+    def start_early(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> Started:
+        """Promote the leading ``keys`` for a request that is not looked up yet, in half of the rows of promotions.
+
+        The request does not wait for rows in the queue, and no key becomes a miss for it.
+
+        Args:
+            state: the tier that holds the blocks.
+            request: the request.
+            keys: blocks that the primary table neither holds nor expects.
+        """
+        share = self._max_rows // 2 - self.rows_promoting - self._reservations.rows
+        count = min(len(keys), share, state.max_loading_rows // 2 - state.loading_rows, self._primary.room)
+        return Started(self._start(state, request, keys[:count]) if count > 0 else 0, count < len(keys))
+
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
         """Return the position in ``keys`` up to which a request has blocks, if it must go on waiting for rows.
 

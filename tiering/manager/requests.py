@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import LookupOutcome
 from tiering.api.masking import shown, shown_name
@@ -14,6 +15,7 @@ from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_policy
 from tiering.errors import ConfigError
 from tiering.manager.answers import POLICY
+from tiering.manager.cascade_queue import RequestEnd
 from tiering.manager.tiers import SecondaryTiers, TierState
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.secondary.agreement import EpochAgreement
@@ -61,6 +63,12 @@ class Request:
 
     released: Sequence[OffloadKey] = ()
     """Blocks that every tier evicts first once the request has ended."""
+
+    kept: Sequence[KeptBlocks] = ()
+    """Blocks before which every tier evicts others for a time once the request has ended."""
+
+    is_early: bool = False
+    """True while blocks are promoted for the request before it is looked up."""
 
     refused_since: float | None = None
     """Time since when the request's stores find no room; None while they find room."""
@@ -207,9 +215,10 @@ class Requests:
         """Drop a finished request, and end it in its tiers, each once no cascade for it follows."""
         if self.known.get(request.ctx.req_id) is request:
             del self.known[request.ctx.req_id]
+        end = RequestEnd(request.ctx, request.released, request.kept)
         for state in request.tiers:
-            if state.in_service and not (state.queue.lane_of and state.queue.finish(request.ctx, request.released)):
-                self._tiers.call(state, state.tier.on_request_finished, request.ctx, request.released)
+            if state.in_service and not (state.queue.lane_of and state.queue.finish(end)):
+                self._tiers.end_request(state, end)
 
     def drop_refusals(self) -> None:
         """Let all requests look for blocks anew, after a reset."""

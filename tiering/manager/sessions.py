@@ -20,13 +20,8 @@ LARGEST_SHARE = 8
 """Quotient of all followed blocks and those of one session; its later blocks are not followed."""
 
 
-class Session:
-    """The blocks that requests of one session have computed; compared by identity."""
-
-    __slots__ = ("keys",)
-
-    def __init__(self) -> None:
-        self.keys: list[OffloadKey] = []
+Followed = tuple[()] | OffloadKey | list[OffloadKey]
+"""The blocks of a session; a single one is no list, because a list takes as much memory as all else."""
 
 
 class Sessions:
@@ -40,9 +35,9 @@ class Sessions:
 
     def __init__(self, most_blocks: int) -> None:
         self._most = most_blocks
-        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
-        """The sessions, least recently used first."""
-        self._users: dict[OffloadKey, Session | set[Session] | None] = {}
+        self._sessions: OrderedDict[SessionId, Followed] = OrderedDict()
+        """The blocks that requests of each session have computed, least recently used session first."""
+        self._users: dict[OffloadKey, SessionId | tuple[SessionId, ...] | None] = {}
         """The session of each block, the sessions that share it, or None if it is shared for good."""
         self._blocks = 0
         """Number of blocks in the lists of all sessions."""
@@ -62,7 +57,7 @@ class Sessions:
             return
         session = None if session_id is None else self._session(session_id)
         for key in keys:
-            if key in users and users[key] is not session:
+            if key in users and users[key] != session:
                 self._share(key, session)
         self._drop_oldest()
 
@@ -71,66 +66,72 @@ class Sessions:
         if not self._most:
             return
         session, users = self._session(session_id), self._users
-        for key in keys[: max(0, self._most // LARGEST_SHARE - len(session.keys))]:
+        for key in keys[: max(0, self._most // LARGEST_SHARE - len(self.blocks_of(session)))]:
             if key not in users:
                 users[key] = session
                 self._follow(key, session)
-            elif users[key] is not session:
+            elif users[key] != session:
                 self._share(key, session)
         self._drop_oldest()
 
     def release(self, session_id: SessionId) -> list[OffloadKey]:
         """Drop a session, and return its blocks that no other session shares, in the order of a prefix."""
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            return []
-        self._blocks -= len(session.keys)
+        keys = self.blocks_of(session_id)
+        self._sessions.pop(session_id, None)
+        self._blocks -= len(keys)
         users, own = self._users, list[OffloadKey]()
-        for key in session.keys:
+        for key in keys:
             user = users.get(key)
-            if user is session:
+            if user == session_id:
                 own.append(key)
                 del users[key]
-            elif isinstance(user, set):
-                user.discard(session)
-                if len(user) == 1:
-                    users[key] = user.pop()
+            elif isinstance(user, tuple):
+                left = tuple(one for one in user if one != session_id)
+                users[key] = left if len(left) > 1 else left[0]
             elif user is None:
                 users.pop(key, None)
         return own
+
+    def blocks_of(self, session_id: SessionId) -> Sequence[OffloadKey]:
+        """Return the blocks that a session has computed, shared ones too."""
+        keys = self._sessions.get(session_id, ())
+        return (keys,) if isinstance(keys, bytes) else keys
 
     def clear(self) -> None:
         """Drop all sessions, because a reset has dropped their blocks."""
         self._sessions, self._users, self._blocks = OrderedDict(), {}, 0
 
-    def _session(self, session_id: SessionId) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            session = self._sessions[session_id] = Session()
+    def _session(self, session_id: SessionId) -> SessionId:
+        """Make a session the most recent one, and return its id."""
+        self._sessions.setdefault(session_id, ())
         self._sessions.move_to_end(session_id)
-        return session
+        return session_id
 
     def _drop_oldest(self) -> None:
         while self._blocks > self._most or len(self._sessions) > self._most:
             self.release(next(iter(self._sessions)))
 
-    def _share(self, key: OffloadKey, session: Session | None) -> None:
+    def _share(self, key: OffloadKey, session: SessionId | None) -> None:
         """Add a user to a block that has another one; None: a request without a session."""
         user = self._users[key]
         if user is None:
             return
         if session is None:
             self._users[key] = None
-        elif isinstance(user, Session):
-            self._users[key] = {user, session}
+        elif isinstance(user, bytes):
+            self._users[key] = (user, session)
             self._follow(key, session)
         elif session not in user:
             if len(user) < MOST_SHARERS:
-                user.add(session)
+                self._users[key] = (*user, session)
                 self._follow(key, session)
             else:
                 self._users[key] = None
 
-    def _follow(self, key: OffloadKey, session: Session) -> None:
-        session.keys.append(key)
+    def _follow(self, key: OffloadKey, session: SessionId) -> None:
+        keys = self._sessions[session]
+        if isinstance(keys, list):
+            keys.append(key)
+        else:
+            self._sessions[session] = [keys, key] if isinstance(keys, bytes) else key
         self._blocks += 1

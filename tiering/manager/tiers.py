@@ -28,7 +28,7 @@ from tiering.manager.answers import (
     text_of,
     truth,
 )
-from tiering.manager.cascade_queue import CascadeQueue
+from tiering.manager.cascade_queue import CascadeQueue, RequestEnd
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.manager_stats import ManagerStats
 from tiering.secondary.contract import (
@@ -282,8 +282,8 @@ class SecondaryTiers:
             ConfigError: two tiers have one name, or an attribute has a value that the contract of tiers does not allow.
         """
         self.states = [TierState.of(tier, rank, num_rows) for rank, tier in enumerate(tiers)]
-        _check_names([state.name for state in self.states])
         """All tiers, fastest first."""
+        _check_names([state.name for state in self.states])
         self.unstored: list[Unstored] | None = None
         """Blocks that tiers did not take since they were taken from here; None: none are kept."""
         self._stats = stats
@@ -346,9 +346,16 @@ class SecondaryTiers:
     def end_requests(self, state: TierState) -> None:
         """End the finished requests whose last block has left a tier's queue, in the tier too."""
         ended, state.queue.ended = state.queue.ended, []
-        for ctx, released in ended:
+        for end in ended:
+            self.end_request(state, end)
+
+    def end_request(self, state: TierState, end: RequestEnd) -> None:
+        """End a request in a tier: no cascade for it follows."""
+        if state.in_service:
+            self.call(state, state.tier.on_request_finished, end.ctx, end.released)
+        for kept in end.kept:
             if state.in_service:
-                self.call(state, state.tier.on_request_finished, ctx, released)
+                self.call(state, state.tier.keep, kept)
 
     def fail_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""

@@ -167,7 +167,9 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Make keys recent without counting a use, and return those that are readable with their rows."""
         self.release = table.release
         """Let blocks be evicted first until they are used again; see :meth:`BlockTable.release`."""
-        self.begin_first_victims = table.begin_first_victims
+        self.keep = table.keep
+        """Keep blocks for a time; see :meth:`tiering.table.block_table.BlockTable.keep`."""
+        self.begin_first_victims = table.marks.begin_first_victims
         """Let rows be marked as first victims; see :class:`tiering.table.first_victims.FirstVictims`."""
         self.unknown = table.unknown
         """Return those of some keys that are neither readable nor being written."""
@@ -329,22 +331,22 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def mark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Let the rows of readable ``keys`` be evicted before all others, the last one first."""
-        if self._table.first_victims is not None and not self.readable.disjoint(keys):
+        if self._table.marks.first_victims is not None and not self.readable.disjoint(keys):
             found = [row for row in self._table.rows_of(keys) if row is not None]
-            self._table.first_victims.add(np.fromiter(found, np.int64, len(found)))
+            self._table.marks.first_victims.add(np.fromiter(found, np.int64, len(found)))
 
     def unmark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Make readable ``keys`` the most recent blocks, and evict their rows first no more."""
         if self.readable.disjoint(keys):
             return
         _, rows = self.refresh_readable(keys)
-        if self._table.first_victims is not None:
-            self._table.first_victims.discard(rows)
+        if self._table.marks.first_victims is not None:
+            self._table.marks.first_victims.discard(rows)
 
     def grant_copies(self, copies: float) -> None:
         """Add to the credit of :class:`~tiering.table.first_victims.FirstVictims`; below 0, none is taken."""
-        if self._table.first_victims is not None:
-            self._table.first_victims.grant(copies)
+        if self._table.marks.first_victims is not None:
+            self._table.marks.first_victims.grant(copies)
 
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve rows for a tier that promotes blocks, as :meth:`prepare_store` does."""

@@ -1,4 +1,4 @@
-"""The hints that the clients of a trace would send: the session of each request, and its end.
+"""The hints that the clients of a trace would send: the session of each request, its next request, and its end.
 
 Traces name no sessions. A request continues the session whose last request's full blocks are its own first blocks.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from tiering.api.hints import NO_HINTS, RequestHints
+from tiering.api.hints import EXPECT, NO_HINTS, RELEASE, HintBounds, KeepAction, RequestHints
 from tiering.replay.trace import TraceRequest
 
 
@@ -15,16 +15,22 @@ class TraceHints:
     """The hints of all requests of one trace, by their numbers in the order of arrival.
 
     Args:
-        share: share of the sessions whose clients name them and end them, 0 to 1.
+        share: share of the sessions whose clients send hints, 0 to 1.
         block_tokens: tokens of one block.
+        bounds: the actions that the stack follows; default: the release of sessions that are over.
     """
 
-    def __init__(self, share: float, block_tokens: int) -> None:
+    def __init__(self, share: float, block_tokens: int, bounds: HintBounds | None = None) -> None:
+        self.bounds = HintBounds(blocks=1) if bounds is None else bounds
+        """The actions that the stack follows."""
         self._share = share
         self._block_tokens = block_tokens
         self._session_at: dict[int, int] = {}
         """Last full block of a session's latest request → the session."""
         self._session_of: list[int] = []
+        self._times: list[float] = []
+        self._returns: dict[int, float] = {}
+        """Number of each request that the session continues → seconds until the next one."""
         self._last: list[int] = []
         """Number of the latest request of each session."""
 
@@ -38,15 +44,19 @@ class TraceHints:
             self._last.append(number)
         else:
             session = self._session_at.pop(found)
-            self._last[session] = number
+            before, self._last[session] = self._last[session], number
+            self._returns[before] = request.time - self._times[before]
         if full:
             self._session_at[full[-1]] = session
         self._session_of.append(session)
+        self._times.append(request.time)
 
     def of(self, number: int) -> RequestHints:
         """Return the hints of the request with this number, once the whole trace was read."""
         session = self._session_of[number]
         if random.Random(session).random() >= self._share:
             return NO_HINTS
-        name = session.to_bytes(8, "big")
-        return RequestHints(name, (name,) if number == self._last[session] else ())
+        name, returns, actions = session.to_bytes(8, "big"), self._returns.get(number), self.bounds.actions
+        released = (name,) if number == self._last[session] and RELEASE in actions else ()
+        kept = (KeepAction(EXPECT, None, returns),) if returns and EXPECT in actions else ()
+        return RequestHints(name, released, kept)

@@ -127,7 +127,7 @@ class Replay:
         self._events: list[tuple[float, int, _Running]] = []
         self._number = 0
         self._hints = hints
-        self._sessions = Sessions(stack.hints.blocks if stack.hints.release else 0)
+        self._sessions = Sessions(stack.hints.blocks)
         self._waiting: list[_Running] = []
         self._look_at = math.inf
         self._hits: dict[str, int] = dict.fromkeys([DEVICE, PRIMARY_TIER, *(tier.name for tier in self.stack.tiers)], 0)
@@ -307,7 +307,9 @@ class Replay:
             if self._exclusive:
                 manager.engine_holds(keys[: running.held])
                 self._lost += self._store_late(leaving, LATE_STORE)
-        manager.on_request_finished(running.ctx, self._released(running))
+        bounds = self._config.hints.bounds
+        kept = [bounds.kept(action, keys) for action in running.hints.kept]
+        manager.on_request_finished(running.ctx, self._released(running), kept)
 
     def _store(self, running: _Running) -> bool:
         """Store the computed blocks of a prompt, and return False if the store is to be offered again.

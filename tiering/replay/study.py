@@ -122,7 +122,7 @@ def run_study(
         ConfigError: the trace cannot be read or has no blocks, or a stack has no room for a block.
     """
     tokens = trace.info.block_tokens
-    hints = TraceHints(model.hinted_sessions, tokens) if model.hinted_sessions else None
+    hints = TraceHints(model.hinted_sessions, tokens, points[0].stack.hints.bounds) if model.hinted_sessions else None
     replays = [Replay(point.stack, tokens, block_bytes, model, hints) for point in points[:1]]
     cache = Shards(GRID, SAMPLE)
     reported = 0

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
@@ -416,6 +417,12 @@ class SecondaryTierManager(ABC):
             req_context: the request.
             released: blocks that no session needs any more, in the order of a prefix; default: none. The tier should
                 evict them before all others, until they are used again.
+        """
+
+    def keep(self, kept: KeptBlocks) -> None:
+        """Evict other blocks before those of ``kept`` for a time; the default does nothing.
+
+        The call follows the end of the request that asks for it. Blocks that the tier does not have are ignored.
         """
 
     def on_schedule_end(self) -> StepEnd | None:

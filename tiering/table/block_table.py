@@ -25,16 +25,17 @@ A row's life, by its reference count::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.hints import KeptBlocks
 from tiering.errors import ConfigError
 from tiering.table.disposal import DISPOSAL
-from tiering.table.first_victims import FirstVictims, Holds
 from tiering.table.free_rows import FREE, NO_ROWS, UNSEEN, WRITING, FreeRows
 from tiering.table.key_rows import KeyRows, Keys
+from tiering.table.marks import RowMarks
 from tiering.table.policies.builtin import load_policy
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
 from tiering.table.row_array import row_array
@@ -72,15 +73,14 @@ class BlockTable:
         "_pins",
         "_quarantined",
         "evictable",
-        "first_victims",
         "free_rows",
         "keys",
+        "marks",
         "num_rows",
         "pending",
         "policy",
         "readable",
         "refs",
-        "released",
     )
 
     def __init__(self, num_rows: int, eviction: str | type[EvictionPolicy] = "lru", *, rows_free: bool = True) -> None:
@@ -109,10 +109,8 @@ class BlockTable:
         """The eviction policy."""
         self.evictable = 0
         """Number of rows that could be evicted now."""
-        self.first_victims: FirstVictims | None = None
-        """The rows that are evicted before the policy chooses; None before :meth:`begin_first_victims`."""
-        self.released: FirstVictims | None = None
-        """The rows of blocks that no session needs any more; None before the first one."""
+        self.marks = RowMarks(self.refs, self.keys, self.policy)
+        """The marks on rows that are evicted first, or kept."""
         self.free_rows = FreeRows(self.refs, rows_free=rows_free)
         """The free rows. Only the table's methods change them."""
         self._pins: list[Rows] = []
@@ -151,15 +149,15 @@ class BlockTable:
         take = min(count, free)
         rows = self.free_rows.take(take) if take else NO_ROWS
         if take < count:
-            victims = self._choose(count - take)
+            victims = self.marks.choose(count - take, self.evictable)
             evicted = self.keys[victims].tolist()
             self.readable.remove(evicted)
-            self.evictable -= count - take
+            self.evictable -= len(victims)
+            if len(victims) > count - take:
+                self.add_free(victims[count - take :])
+                victims = victims[: count - take]
             rows = np.concatenate((rows, victims)) if take else victims
-        if self.first_victims is not None:
-            self.first_victims.discard(rows)
-        if self.released is not None:
-            self.released.discard(rows)
+        self.marks.taken(rows)
         self.refs[rows] = WRITING
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
@@ -169,30 +167,6 @@ class BlockTable:
             rows = self._keep_first_rows(keys, rows)
         return rows, evicted
 
-    def _choose(self, count: int) -> Rows:
-        """Return ``count`` rows to evict: first victims, then those that the policy chooses."""
-        if self.first_victims is None and self.released is None:
-            return self.policy.evict(count)
-        chosen: list[Rows] = []
-        for marked in (self.released, self.first_victims):
-            if marked is not None and count and len(first := marked.take(count)):
-                if self.first_victims is not None:
-                    self.first_victims.discard(first)  # a row may have both marks
-                self.policy.remove(first)
-                chosen.append(first)
-                count -= len(first)
-        if count:
-            chosen.append(self.policy.evict(count))
-        return chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
-
-    def begin_first_victims(self, holds: Holds) -> None:
-        """Let rows be marked as first victims from now on.
-
-        Args:
-            holds: says for each key whether its block is held elsewhere, so that its row may be evicted first.
-        """
-        self.first_victims = FirstVictims(self.refs, self.keys, holds)
-
     def release(self, keys: Sequence[bytes]) -> int:
         """Let the blocks of ``keys`` be evicted first, the last one before all, until they are used again.
 
@@ -201,12 +175,27 @@ class BlockTable:
         Returns:
             The number of known keys.
         """
-        known = [row for row in map(self._row_of, keys) if row is not None]
-        if known:
-            if self.released is None:
-                self.released = FirstVictims(self.refs, self.keys)
-            self.released.add(np.fromiter(known, np.int64, len(known)))
-        return len(known)
+        rows = self._known_rows(keys)
+        if len(rows):
+            self.marks.release(rows)
+        return len(rows)
+
+    def keep(self, kept: KeptBlocks, clock: Callable[[], float]) -> int:
+        """Keep blocks for a time: others are evicted before them. Unknown keys are ignored.
+
+        Args:
+            kept: the blocks, and the bounds.
+            clock: monotonic clock in seconds, the same in all calls.
+
+        Returns:
+            The number of blocks that are kept, or kept for longer.
+        """
+        rows = self._known_rows(kept.keys)
+        return self.marks.keep(rows, kept, clock) if len(rows) else 0
+
+    def _known_rows(self, keys: Sequence[bytes]) -> Rows:
+        known = dict.fromkeys(row for row in map(self._row_of, keys) if row is not None)
+        return np.fromiter(known, np.int64, len(known))
 
     def _row_of(self, key: bytes) -> int | None:
         return self.readable[key] if key in self.readable else self.pending.get(key)
@@ -229,8 +218,7 @@ class BlockTable:
         self.refs[rows] = 0
         self.evictable += len(rows)
         self.policy.insert(rows)
-        if self.released is not None:
-            self.released.release(rows)
+        self.marks.unread(rows)
 
     def abort(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Free the ``rows`` of pending ``keys``, because their write failed."""
@@ -385,10 +373,7 @@ class BlockTable:
         if self._quarantined:
             rows = self._leave_quarantine(rows)
         self.evictable += len(rows)
-        if self.first_victims is not None:
-            self.first_victims.release(rows)
-        if self.released is not None:
-            self.released.release(rows)
+        self.marks.unread(rows)
         self.policy.release(rows)
 
     def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
@@ -420,8 +405,7 @@ class BlockTable:
         if len(set(found)) < len(found):  # policies count the rows that change their lists
             keys, found = list(dict.fromkeys(keys)), list(dict.fromkeys(found))
         rows = np.fromiter(found, np.int64, len(found))
-        if self.released is not None:
-            self.released.discard(rows)
+        self.marks.used(rows)
         return keys, rows
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -454,14 +438,14 @@ class BlockTable:
         return known
 
     def evict(self, count: int) -> list[bytes]:
-        """Evict up to ``count`` blocks ahead of need, and return their keys."""
+        """Evict ``count`` blocks or a few more ahead of need, as far as there are any, and return their keys."""
         count = min(count, self.evictable)
         if not count:
             return []
-        rows = self._choose(count)
+        rows = self.marks.choose(count, self.evictable)
         evicted: list[bytes] = self.keys[rows].tolist()
         self.readable.remove(evicted)
-        self.evictable -= count
+        self.evictable -= len(rows)
         self.add_free(np.sort(rows))
         return evicted
 
@@ -478,10 +462,7 @@ class BlockTable:
         self.free_rows.begin_sweep(self.free + self.evictable)
         self.evictable = 0
         self.policy.clear()
-        if self.first_victims is not None:
-            self.first_victims.clear()
-        if self.released is not None:
-            self.released.clear()
+        self.marks.clear()
         return self.readable.take()
 
     def rows_of(self, keys: Sequence[bytes]) -> list[int | None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import (
@@ -63,6 +64,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Calls, in order: the method's name, and the argument that tells the calls apart."""
     released: list[OffloadKey] = field(default_factory=list)
     """Blocks that requests have released."""
+    kept: list[KeptBlocks] = field(default_factory=list)
+    """Blocks that the tier was to keep."""
     wanted: list[OffloadKey] = field(default_factory=list)
     """Keys that the tier wants at the end of the next step."""
     resets: bool = True
@@ -184,6 +187,10 @@ class FakeTier(TierIntake, SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
         self._enter("on_request_finished", req_context.req_id)
         self.released += released
+
+    def keep(self, kept: KeptBlocks) -> None:
+        self._enter("keep")
+        self.kept.append(kept)
 
     def on_schedule_end(self) -> StepEnd:
         self._enter("on_schedule_end")

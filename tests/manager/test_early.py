@@ -1,0 +1,202 @@
+"""Promotions before any lookup: for requests in the engine's queue, and for prefetches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiering.manager import early
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+from tiering.testing.manager_rig import ManagerRig
+
+KEYS = keys_of(*range(24))
+ROW = 16
+
+
+def rig_of(held: list[bytes], rows: int = 16, **options: float) -> tuple[ManagerRig, FakeTier]:
+    tier = FakeTier(held=set(held))
+    return ManagerRig(rows, [tier], **options), tier
+
+
+def loading(tier: FakeTier) -> list[bytes]:
+    return [key for job in tier.loads for key in job.keys]
+
+
+def end_loads(rig: ManagerRig, tier: FakeTier) -> None:
+    for job in list(tier.loads):
+        tier.finish(job)
+    rig.step()
+
+
+# ------------------------------------------------------------------------------------------------- requests in a queue
+
+
+def test_blocks_of_a_request_in_the_queue_are_promoted_before_it_is_looked_up() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.promote_early(KEYS[:6], rig.ctx)
+    rig.step()
+    assert loading(tier) == KEYS[:4]
+    end_loads(rig, tier)
+    match = rig.manager.match_prefix(KEYS[:6], rig.ctx)
+    assert (match.hits, match.pending) == (4, False)
+    assert rig.manager.count_sources(KEYS[:4], rig.ctx) == {"FAKE": 4}
+    assert rig.stat("rows_reserved") == 4
+
+
+def test_early_promotions_take_half_of_the_rows_of_promotions_and_the_rest_later() -> None:
+    rig, tier = rig_of(KEYS[:12])
+    rig.manager.promote_early(KEYS[:12], rig.ctx)
+    rig.step()
+    assert loading(tier) == KEYS[:4], "a quarter of 16 rows"
+    end_loads(rig, tier)
+    rig.step()
+    assert loading(tier) == [], "the first four are reserved"
+    assert rig.manager.has_pending_work()
+    match = rig.manager.match_prefix(KEYS[:12], rig.ctx)
+    assert (match.hits, match.pending) == (8, True), "a lookup has all rows of promotions"
+
+
+def test_what_was_not_begun_is_dropped_when_the_request_leaves() -> None:
+    rig, tier = rig_of(KEYS[:12])
+    rig.manager.promote_early(KEYS[:12], rig.ctx)
+    rig.manager.on_request_finished(rig.ctx)
+    rig.step()
+    assert (loading(tier), rig.stat("promotions_dropped")) == ([], 4)
+    rig.step()
+    assert not rig.manager.has_pending_work()
+    assert rig.primary.free == 16
+
+
+def test_a_tier_that_is_undecided_is_looked_up_again() -> None:
+    rig, tier = rig_of([])
+    tier.unknown = set(KEYS[:4])
+    rig.manager.promote_early(KEYS[:4], rig.ctx)
+    rig.step()
+    assert loading(tier) == []
+    tier.unknown, tier.held = set(), set(KEYS[:4])
+    rig.step()
+    assert loading(tier) == KEYS[:4]
+
+
+def test_no_block_becomes_a_miss_for_the_request() -> None:
+    rig, tier = rig_of(KEYS[:12], promotion_share=0.1)
+    rig.manager.promote_early(KEYS[:12], rig.ctx)
+    rig.step()
+    assert (loading(tier), rig.stat("promotions_without_room"), rig.stat("promotions_waited")) == ([], 0, 0)
+    assert rig.manager.match_prefix(KEYS[:12], rig.ctx).hits == 1
+
+
+def test_a_request_that_may_not_load_promotes_nothing() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.promote_early(KEYS[:4], rig.request("r2", load=False))
+    rig.step()
+    assert (loading(tier), tier.asked) == ([], [])
+
+
+def test_without_secondary_tiers_nothing_waits() -> None:
+    rig = ManagerRig(8)
+    rig.manager.promote_early(KEYS[:4], rig.ctx)
+    rig.manager.prefetch(KEYS[:4], b"", 100.0)
+    assert not rig.manager.has_pending_work()
+
+
+# ---------------------------------------------------------------------------------------------------------- prefetches
+
+
+def test_a_prefetch_brings_what_a_slower_tier_holds_and_reserves_nothing() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.prefetch(KEYS[:6], b"", 100.0 * ROW)
+    assert rig.manager.has_pending_work()
+    rig.step()
+    assert loading(tier) == KEYS[:4]
+    end_loads(rig, tier)
+    assert [key for key in KEYS if key in rig.primary.readable] == KEYS[:4]
+    assert (rig.stat("rows_reserved"), rig.stat("blocks_prefetched")) == (0, 4)
+    assert not rig.manager.has_pending_work()
+    assert [argument for call, argument in tier.log if call == "on_request_finished"] == ["kv_tiering prefetch 1"]
+
+
+def test_the_bound_of_one_tenant_does_not_delay_another_one() -> None:
+    rig, tier = rig_of(KEYS)
+    rig.manager.prefetch(KEYS[:8], b"a", 2.0 * ROW)
+    rig.manager.prefetch(KEYS[8:16], b"a", 2.0 * ROW)
+    rig.manager.prefetch(KEYS[16:18], b"b", 2.0 * ROW)
+    rig.step()
+    assert loading(tier) == [*KEYS[:2], *KEYS[16:18]]
+    end_loads(rig, tier)
+    rig.step()
+    assert loading(tier) == []
+    rig.clock.advance(1.0)
+    rig.step()
+    assert len(loading(tier)) == 2
+    assert set(loading(tier)) <= set(KEYS[2:16])
+
+
+def test_a_prefetch_ends_after_its_time_whatever_is_left() -> None:
+    rig, tier = rig_of([])
+    tier.unknown = set(KEYS)
+    rig.manager.prefetch(KEYS[:8], b"", 2.0 * ROW)
+    rig.step()
+    assert rig.manager.has_pending_work()
+    rig.clock.advance(early.PATIENCE)
+    rig.step()
+    assert not rig.manager.has_pending_work()
+
+
+def test_a_prefetch_for_later_begins_at_its_time() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.prefetch(KEYS[:4], b"", 100.0 * ROW, 8.0)
+    rig.clock.advance(7.9)
+    rig.step()
+    assert (loading(tier), rig.manager.has_pending_work()) == ([], False)
+    rig.clock.advance(0.1)
+    rig.step()
+    assert loading(tier) == KEYS[:4]
+
+
+def test_a_tenant_has_a_bounded_number_of_prefetches() -> None:
+    rig, _ = rig_of([])
+    for _ in range(early.MOST_PREFETCHES + 3):
+        rig.manager.prefetch(KEYS[:1], b"a", ROW)
+    rig.manager.prefetch(KEYS[:1], b"b", ROW)
+    assert len(rig.manager._early.waiting) == early.MOST_PREFETCHES + 1
+    for _ in range(4):
+        rig.step()
+    assert not rig.manager.has_pending_work()
+    rig.manager.prefetch(KEYS[:1], b"a", ROW)
+    assert len(rig.manager._early.waiting) == 1
+
+
+def test_the_credit_of_a_bounded_number_of_tenants_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MOST_TENANTS", 2)
+    rig, _ = rig_of(KEYS)
+    for tenant in (b"a", b"b", b"c"):
+        rig.manager.prefetch(KEYS[:1], tenant, ROW)
+    rig.step()
+    assert list(rig.manager._early._credit) == [b"b", b"c"]
+
+
+def test_a_reset_ends_prefetches_and_early_promotions() -> None:
+    rig, tier = rig_of(KEYS)
+    rig.manager.prefetch(KEYS[:8], b"", 2.0 * ROW)
+    rig.manager.prefetch(KEYS[:8], b"", 2.0 * ROW, 5.0)
+    rig.manager.promote_early(KEYS[8:20], rig.ctx)
+    rig.step()
+    rig.manager.reset_cache()
+    for job in list(tier.loads):
+        tier.finish(job)
+    rig.clock.advance(9.0)
+    rig.step()
+    assert (loading(tier), rig.manager.has_pending_work(), rig.primary.free) == ([], False, 16)
+
+
+def test_nothing_begins_early_while_a_request_waits_for_rows() -> None:
+    rig, tier = rig_of(KEYS)
+    rig.manager.match_prefix(KEYS[:8], rig.request("r2"))
+    rig.manager.match_prefix(KEYS[8:12], rig.request("r3"))
+    rig.step()
+    assert rig.stat("promotions_waited") == 1
+    rig.manager.promote_early(KEYS[12:14], rig.ctx)
+    rig.manager.prefetch(KEYS[14:16], b"", 100.0 * ROW)
+    rig.step()
+    assert not set(loading(tier)) & set(KEYS[12:])

@@ -1,0 +1,168 @@
+"""Kept rows: others are evicted before them, for a time and within a share of the table."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.table.test_first_victims import KEYS, evicted, filled, mark, rows
+from tiering.api.hints import KeptBlocks
+from tiering.table import kept_rows
+from tiering.table.block_table import BlockTable
+from tiering.table.kept_rows import KeptRows
+from tiering.testing.clock import FakeClock
+from tiering.testing.keys import keys_of
+
+
+def keep(table: BlockTable, clock: FakeClock, *keys: bytes, pin: bool = False, share: float = 0.5) -> int:
+    return table.keep(KeptBlocks(keys, 10.0, share, pin), clock)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("pin", [False, True])
+def test_others_are_evicted_before_kept_blocks_until_their_time_is_over(policy: str, pin: bool) -> None:
+    table, clock = filled(policy, 8), FakeClock()
+    assert keep(table, clock, KEYS[0], KEYS[1], KEYS[30], pin=pin) == 2
+    assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[2], KEYS[3]]
+    clock.advance(10.0)
+    gone = [key for new in range(12, 18) for key in evicted(table, KEYS[new])]
+    assert {KEYS[0], KEYS[1]} < set(gone)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_kept_blocks_go_when_there_is_no_other_the_pinned_ones_last(policy: str) -> None:
+    table, clock = filled(policy, 4), FakeClock()
+    keep(table, clock, KEYS[0], KEYS[1], pin=True)
+    keep(table, clock, KEYS[2], KEYS[3])
+    assert set(evicted(table, KEYS[10], KEYS[11])) == {KEYS[2], KEYS[3]}
+    table.pin(rows(*(row for row in table.rows_of(KEYS[2:4]) if row is not None)))
+    assert set(evicted(table, KEYS[12])) <= {KEYS[0], KEYS[1]}
+
+
+def test_a_share_bounds_the_kept_blocks_of_each_kind_and_the_head_comes_first() -> None:
+    table, clock = filled("lru", 8), FakeClock()
+    assert keep(table, clock, *KEYS[:4], share=0.25) == 2
+    assert keep(table, clock, *KEYS[4:8], share=0.25) == 0
+    assert keep(table, clock, *KEYS[4:8], share=0.25, pin=True) == 2
+    assert evicted(table, KEYS[10]) == [KEYS[2]]
+    clock.advance(10.0)
+    assert keep(table, clock, *KEYS[6:8], share=0.25) == 2
+
+
+def test_rows_that_other_blocks_got_are_kept_no_longer() -> None:
+    table, clock = filled("lru", 4), FakeClock()
+    keep(table, clock, KEYS[0], KEYS[1])
+    table.drop([KEYS[0]])
+    evicted(table, KEYS[10])
+    assert table.marks.keeping is not None
+    assert table.marks.keeping.retained.rows == 1
+
+
+def test_a_release_ends_a_retention_and_a_retention_a_release() -> None:
+    table, clock = filled("lru", 4), FakeClock()
+    keep(table, clock, KEYS[3])
+    table.release([KEYS[3], KEYS[2]])
+    keep(table, clock, KEYS[2])
+    assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[3], KEYS[0]]
+
+
+def test_kept_blocks_are_no_first_victims() -> None:
+    table, clock = filled("lru", 4, set(KEYS[:4])), FakeClock()
+    mark(table, KEYS[2], KEYS[3])
+    keep(table, clock, KEYS[3])
+    assert evicted(table, KEYS[10]) == [KEYS[2]]
+
+
+def test_a_block_that_is_being_written_is_kept_once_it_is_readable() -> None:
+    table, clock = filled("lru", 4), FakeClock()
+    taken = table.allocate([KEYS[10]])
+    assert taken is not None
+    assert keep(table, clock, KEYS[10]) == 1
+    table.commit([KEYS[10]], taken[0])
+    assert [key for new in (11, 12, 13) for key in evicted(table, KEYS[new])] == KEYS[1:4]
+
+
+def test_a_table_that_is_cleared_keeps_nothing() -> None:
+    table, clock = filled("lru", 4), FakeClock()
+    keep(table, clock, *KEYS[:2])
+    table.clear()
+    assert table.marks.keeping is not None
+    assert table.marks.keeping.retained.rows == 0
+
+
+def test_a_retained_block_yields_after_a_short_search_and_a_pinned_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_rows, "LONGEST_LOOK", 2)
+    for pin in (False, True):
+        table, clock = filled("lru", 12), FakeClock()
+        keep(table, clock, *KEYS[:6], pin=pin)
+        assert evicted(table, KEYS[20]) == ([KEYS[0]] if not pin else [KEYS[6]])
+
+
+def test_a_search_in_a_large_table_evicts_a_few_blocks_ahead_of_need() -> None:
+    keys = keys_of(*range(2048 + 8))
+    table, clock = BlockTable(2048), FakeClock()
+    for key in keys[:2048]:
+        taken = table.allocate([key])
+        assert taken is not None
+        table.commit([key], taken[0])
+    table.keep(KeptBlocks(keys[:20], 10.0, 0.5), clock)
+    gone = evicted(table, keys[2048])
+    assert 1 <= len(gone) <= 8
+    assert gone == keys[20 : 20 + len(gone)]
+    assert table.free == len(gone) - 1
+
+
+def test_a_time_that_grows_by_little_is_left_alone() -> None:
+    clock = FakeClock()
+    kept = KeptRows(8, clock)
+    assert kept.keep(rows(0, 1), 80.0, 8) == 2
+    assert kept.keep(rows(0, 1), 85.0, 8) == 0
+    clock.advance(20.0)
+    assert kept.keep(rows(0, 1), 80.0, 8) == 2
+    assert len(kept._ends) == 2
+    clock.advance(60.0)
+    kept.expire(clock())
+    assert kept.rows == 2
+    clock.advance(20.0)
+    kept.expire(clock())
+    assert kept.rows == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_random_lives_keep_what_is_pinned_as_long_as_other_rows_suffice(policy: str) -> None:
+    for seed in range(40):
+        rng, clock = random.Random(seed), FakeClock()
+        table = filled(policy, 12)
+        pinned: dict[bytes, float] = {}
+        for _ in range(200):
+            clock.advance(rng.random())
+            action = rng.randrange(4)
+            keys = rng.sample(KEYS, rng.randrange(1, 5))
+            if action == 0:
+                before = {key for key in keys if key in table.readable}
+                seconds = rng.choice([1.0, 5.0, 20.0])
+                table.keep(KeptBlocks(keys, seconds, 0.25, rng.random() < 0.5), clock)
+                assert before <= set(table.readable)
+            elif action == 1:
+                table.touch(keys)
+            else:
+                new = table.unknown(keys)
+                kinds = table.marks.keeping
+                pinned = {}
+                if kinds is not None:
+                    held = [(key, table.readable[key]) for key in KEYS if key in table.readable]
+                    pinned = {key: row for key, row in held if kinds.pinned.are_kept(np.array([row]))[0]}
+                taken = table.allocate(new) if new else None
+                if taken is not None:
+                    assert not set(taken[1]) & set(pinned) or len(new) > 12 - len(pinned)
+                    table.commit(new, taken[0])
+            kinds = table.marks.keeping
+            if kinds is not None:
+                for kind in (kinds.retained, kinds.pinned):
+                    assert kind.rows == np.count_nonzero(kind._until) <= 3
+            assert table.free + len(table.readable) == 12
+            assert table.evictable == len(table.readable)

@@ -1,0 +1,178 @@
+"""Promotions before any lookup: for requests that wait in the engine's queue, and for prefetches.
+
+An engine looks a request up when it can run it. Until then, the blocks that only slower tiers hold may come into the
+CPU tier. A *prefetch* does the same without a request of the engine: it is a request of its own, which ends when
+nothing is left to bring. In both cases, promotions and reservations together take at most half of their rows. Nothing
+waits for rows, no block becomes a miss, and nothing begins while a request that was looked up waits for rows.
+
+A prefetch belongs to a tenant, whose blocks per second are bounded. No answer depends on what it finds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.prefix_search import PrefixSearch
+from tiering.manager.promotions import Promotions
+from tiering.manager.requests import Request, Requests
+
+MOST_WAITING = 1024
+"""Largest number of requests and prefetches that wait for their first promotions; further ones begin none."""
+
+MOST_PREFETCHES = 16
+"""Largest number of prefetches of one tenant at a time; further ones are dropped."""
+
+MOST_TENANTS = 1024
+"""Largest number of tenants whose credit is kept; the one that prefetched longest ago is dropped beyond it."""
+
+PATIENCE = 30.0
+"""Seconds after which a prefetch begins nothing more."""
+
+LOOKS_PER_STEP = 8
+"""Largest number of waiting requests and prefetches that the end of a step looks at."""
+
+
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A request or a prefetch whose promotions have not all begun."""
+
+    request: Request
+    keys: Sequence[OffloadKey]
+    tenant: bytes | None = None
+    """The tenant of a prefetch; None for a request of the engine."""
+    per_second: float = 0.0
+    """Blocks per second that the tenant may prefetch."""
+    until: float = 0.0
+    """Time after which a prefetch begins nothing more."""
+    complete: bool = False
+    """True once nothing is left to begin."""
+
+
+class EarlyPromotions:
+    """The early promotions of one manager.
+
+    Args:
+        search: the search that promotes.
+        promotions: the promotions of the manager.
+        requests: the requests of the manager.
+        finish: function that ends a request in the manager.
+        stats: the manager's counters.
+        clock: monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        search: PrefixSearch,
+        promotions: Promotions,
+        requests: Requests,
+        finish: Callable[[ReqContext], object],
+        stats: ManagerStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._search = search
+        self._promotions = promotions
+        self._requests = requests
+        self._finish = finish
+        self._stats = stats
+        self._clock = clock
+        self.waiting: deque[_Early] = deque()
+        """Requests and prefetches that are looked at again; in turns."""
+        self._credit: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        """Blocks that each tenant may prefetch, and the time at which they were counted."""
+        self._prefetches: Counter[bytes] = Counter()
+        """Number of prefetches of each tenant."""
+        self._number = count(1)
+        self._later: list[tuple[float, int, Sequence[OffloadKey], bytes, float]] = []
+        """A heap of prefetches that begin later, by their time."""
+
+    @property
+    def next_due(self) -> float:
+        """Time before which no prefetch begins."""
+        return self._later[0][0] if self._later else math.inf
+
+    def add(self, request: Request, keys: Sequence[OffloadKey]) -> None:
+        """Promote what the tiers hold of the prefix of a request that waits in the engine's queue."""
+        if len(self.waiting) < MOST_WAITING:
+            request.is_early = True
+            early = _Early(request, keys)
+            if not self._begin(early, len(keys)):
+                self.waiting.append(early)
+
+    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, per_second: float, after: float = 0.0) -> None:
+        """Promote what the tiers hold of a prefix, for no request.
+
+        Args:
+            keys: the prefix.
+            tenant: whose bound it counts against.
+            per_second: blocks per second that a tenant may prefetch.
+            after: seconds until it begins, at the end of a step; default 0.
+        """
+        if after:
+            if len(self._later) < MOST_WAITING:
+                later = (self._clock() + after, next(self._number), keys, tenant, per_second)
+                heapq.heappush(self._later, later)
+            return
+        if len(self.waiting) >= MOST_WAITING or self._prefetches[tenant] >= MOST_PREFETCHES:
+            return
+        request = self._requests.begin(ReqContext(f"kv_tiering prefetch {next(self._number)}"))
+        self._prefetches[tenant] += 1
+        self.waiting.append(_Early(request, keys, tenant, per_second, self._clock() + PATIENCE))
+
+    def step(self) -> None:
+        """Begin the prefetches that are due, and look at the next requests and prefetches in turn."""
+        now = self._clock()
+        while self._later and self._later[0][0] <= now:
+            _, _, keys, owner, per_second = heapq.heappop(self._later)
+            self.prefetch(keys, owner, per_second)
+        for _ in range(min(LOOKS_PER_STEP, len(self.waiting))):
+            early = self.waiting.popleft()
+            tenant, request = early.tenant, early.request
+            if tenant is None:
+                if request.is_early and not request.finished and not self._begin(early, len(early.keys)):
+                    self.waiting.append(early)
+                continue
+            if not early.complete and not request.finished:
+                early.complete = self._prefetch(early, tenant, now) or now >= early.until
+            if request.finished or (early.complete and not request.asked):
+                self._prefetches[tenant] -= 1
+                self._prefetches += Counter()  # drop tenants without prefetches
+                self._finish(request.ctx)
+            else:
+                self.waiting.append(early)
+
+    def clear(self) -> None:
+        """End all prefetches, and let no request wait, for a reset."""
+        waiting, self.waiting = self.waiting, deque()
+        self._prefetches.clear()
+        self._later.clear()
+        for early in waiting:
+            if early.tenant is not None:
+                self._finish(early.request.ctx)
+
+    def _prefetch(self, early: _Early, tenant: bytes, now: float) -> bool:
+        """Begin what the tenant's credit allows; return True if nothing is left."""
+        rate = early.per_second
+        credit, since = self._credit.pop(tenant, (max(1.0, rate), now))
+        credit = min(max(1.0, rate), credit + (now - since) * rate)
+        before, complete = len(early.request.asked), False
+        if credit >= 1.0:
+            complete = self._begin(early, int(credit))
+            promoted = len(early.request.asked) - before
+            credit -= promoted
+            self._stats.blocks_prefetched += promoted
+        self._credit[tenant] = credit, now
+        if len(self._credit) > MOST_TENANTS:
+            self._credit.popitem(last=False)
+        return complete
+
+    def _begin(self, early: _Early, most: int) -> bool:
+        """Promote up to ``most`` blocks; return True if nothing is left for the next steps."""
+        return not self._promotions.waiters.waits and self._search.begin(early.request, early.keys, most)
