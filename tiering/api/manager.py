@@ -332,7 +332,7 @@ class OffloadingManager(ABC):
         """
 
     def promote_early(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Begin to promote what slower tiers hold of the prefix of a request that the engine has not looked up yet.
+        """Begin to promote what slower tiers hold of a prefix, before the engine looks its request up.
 
         Nothing waits for it. The default does nothing.
 

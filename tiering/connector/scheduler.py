@@ -195,7 +195,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._completions.fail_stores()
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Register a request; begin what its hints prefetch, and its own promotions if the stack asks for that."""
+        """Register a request; begin its prefetches, and its promotions if the stack has them early."""
         super().on_new_request(request)
         if self._spec.promotes_waiting or self._spec.hints.prefetch:
             self._begin_early(self.states[request.request_id])
@@ -476,7 +476,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self.manager.on_request_finished(state.ctx, released, self._kept(state))
 
     def _kept(self, state: RequestState) -> list[KeptBlocks]:
-        """Return the blocks that the hints of a request keep for a time; have those that it expects prefetched."""
+        """Return the blocks that the hints of a request keep; have those that it expects prefetched."""
         kept, bounds = list[KeptBlocks](), self._spec.hints
         for action in state.hints.kept:
             keys = interleave(state.keys) if action.session is None else self._blocks_of(action.session)

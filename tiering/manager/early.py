@@ -25,13 +25,13 @@ from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 
 MOST_WAITING = 1024
-"""Largest number of requests and prefetches that wait for their first promotions; further ones begin none."""
+"""Largest number of requests and prefetches that wait for promotions; further ones begin none."""
 
 MOST_PREFETCHES = 16
 """Largest number of prefetches of one tenant at a time; further ones are dropped."""
 
 MOST_TENANTS = 1024
-"""Largest number of tenants whose credit is kept; the one that prefetched longest ago is dropped beyond it."""
+"""Largest number of tenants whose credit is kept; the least recent one is dropped beyond it."""
 
 PATIENCE = 30.0
 """Seconds after which a prefetch begins nothing more."""

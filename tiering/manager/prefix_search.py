@@ -115,7 +115,7 @@ class PrefixSearch:
         Args:
             request: the request.
             keys: blocks of a prompt, in their order.
-            most: largest number of blocks in front of whose end a search begins that the CPU tier lacks.
+            most: largest number of blocks to look at beyond the leading ones that the CPU tier holds.
 
         Returns:
             True if nothing is left: all other blocks are held, in flight or missing.

@@ -215,7 +215,7 @@ class Promotions:
         request.awaited = None
 
     def start_early(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> Started:
-        """Promote the leading ``keys`` for a request that is not looked up yet, in half of the rows of promotions.
+        """Promote the leading ``keys`` for a request before its lookup, in half of the promotions' rows.
 
         The request does not wait for rows in the queue, and no key becomes a miss for it.
 

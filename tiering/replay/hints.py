@@ -1,4 +1,4 @@
-"""The hints that the clients of a trace would send: the session of each request, its next request, and its end.
+"""The hints that the clients of a trace would send: sessions, their next requests, and their ends.
 
 Traces name no sessions. A request continues the session whose last request's full blocks are its own first blocks.
 """

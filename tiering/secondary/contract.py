@@ -422,7 +422,7 @@ class SecondaryTierManager(ABC):
     def keep(self, kept: KeptBlocks) -> None:
         """Evict other blocks before those of ``kept`` for a time; the default does nothing.
 
-        The call follows the end of the request that asks for it. Blocks that the tier does not have are ignored.
+        The call follows the end of the request whose hint it is. Blocks that the tier does not have are ignored.
         """
 
     def on_schedule_end(self) -> StepEnd | None:

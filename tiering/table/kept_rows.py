@@ -48,7 +48,7 @@ class KeptRows:
         """Number of rows that are kept."""
 
     def keep(self, rows: Rows, seconds: float, most: int) -> int:
-        """Keep the leading ``rows`` as far as the bound allows, and return the number of those whose end has changed.
+        """Keep the leading ``rows`` within the bound, and return the number of those with a new end.
 
         Args:
             rows: distinct rows, the most valuable one first.

@@ -1,4 +1,4 @@
-"""The marks on the rows of one table that change which are evicted: released, first victims, or kept for a time."""
+"""The marks on a table's rows that change which are evicted: released, first victims, or kept."""
 
 from __future__ import annotations
 
