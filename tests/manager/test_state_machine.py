@@ -146,7 +146,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(choice=choices, keys=prefixes, wait=st.sampled_from([0.0, 6.0, 12.0]))
     def prefetch(self, choice: int, keys: list[bytes], wait: float) -> None:
-        """One of two tenants, of which each gets two blocks per second."""
+        """Each of two tenants may prefetch two blocks per second."""
         self.manager.prefetch(keys, bytes([choice % 2]), 4.0, wait)
 
     @precondition(lambda self: self.requests)

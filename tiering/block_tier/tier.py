@@ -306,13 +306,14 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         if keys and self._life.storing:
             self._intake.want(keys)
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         if released:
             self.index.release(released)
+        for blocks in kept:
+            self.index.keep(blocks, self._clock)
         self._intake.admission.on_request_finished(req_context.req_id)
-
-    def keep(self, kept: KeptBlocks) -> None:
-        self.index.keep(kept, self._clock)
 
     def on_schedule_end(self) -> StepEnd:
         wanted = self._intake.take() if self._life.storing else ()

@@ -352,10 +352,7 @@ class SecondaryTiers:
     def end_request(self, state: TierState, end: RequestEnd) -> None:
         """End a request in a tier: no cascade for it follows."""
         if state.in_service:
-            self.call(state, state.tier.on_request_finished, end.ctx, end.released)
-        for kept in end.kept:
-            if state.in_service:
-                self.call(state, state.tier.keep, kept)
+            self.call(state, state.tier.on_request_finished, end.ctx, end.released, end.kept)
 
     def fail_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
         """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""

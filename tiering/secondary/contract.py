@@ -410,19 +410,17 @@ class SecondaryTierManager(ABC):
         """Return the offloading policy for a request that begins."""
         return RequestOffloadingContext()
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         """Drop the state of a request that has ended: no job for it follows.
 
         Args:
             req_context: the request.
             released: blocks that no session needs any more, in the order of a prefix; default: none. The tier should
                 evict them before all others, until they are used again.
-        """
-
-    def keep(self, kept: KeptBlocks) -> None:
-        """Evict other blocks before those of ``kept`` for a time; the default does nothing.
-
-        The call follows the end of the request whose hint it is. Blocks that the tier does not have are ignored.
+            kept: blocks before which the tier should evict others for a time; default: none. Blocks that the tier does
+                not have are ignored.
         """
 
     def on_schedule_end(self) -> StepEnd | None:

@@ -184,13 +184,12 @@ class FakeTier(TierIntake, SecondaryTierManager):
         self._enter("on_new_request", req_context.req_id)
         return RequestOffloadingContext(self.policy)
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         self._enter("on_request_finished", req_context.req_id)
         self.released += released
-
-    def keep(self, kept: KeptBlocks) -> None:
-        self._enter("keep")
-        self.kept.append(kept)
+        self.kept += kept
 
     def on_schedule_end(self) -> StepEnd:
         self._enter("on_schedule_end")
