@@ -116,6 +116,17 @@ def test_a_prefetch_brings_what_a_slower_tier_holds_and_reserves_nothing() -> No
     assert [argument for call, argument in tier.log if call == "on_request_finished"] == ["kv_tiering prefetch 1"]
 
 
+def test_a_prefetch_may_be_larger_than_the_rows_of_early_promotions() -> None:
+    rig, tier = rig_of(KEYS[:12])
+    rig.manager.prefetch(KEYS[:12], b"", 100.0 * ROW)
+    rig.step()
+    for end in (4, 8, 12):
+        assert loading(tier) == KEYS[end - 4 : end]
+        end_loads(rig, tier)
+    assert [key for key in KEYS if key in rig.primary.readable] == KEYS[:12]
+    assert not rig.manager.has_pending_work()
+
+
 def test_the_bound_of_one_tenant_does_not_delay_another_one() -> None:
     rig, tier = rig_of(KEYS)
     rig.manager.prefetch(KEYS[:8], b"a", 2.0 * ROW)

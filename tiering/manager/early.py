@@ -139,6 +139,7 @@ class EarlyPromotions:
                 if request.is_early and not request.finished and not self._begin(early, len(early.keys)):
                     self.waiting.append(early)
                 continue
+            self._promotions.unreserve(request)  # a prefetch loads nothing
             if not early.complete and not request.finished:
                 early.complete = self._prefetch(early, tenant, now) or now >= early.until
             if request.finished or (early.complete and not request.asked):

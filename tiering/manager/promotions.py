@@ -447,6 +447,10 @@ class Promotions:
                 self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
 
+    def unreserve(self, request: Request) -> None:
+        """End the reservations of a request that goes on."""
+        self._reservations.release(request)
+
     def _pass_on(self, promotion: Promotion) -> None:
         """Give each key of a queued promotion to the first other unfinished request that asked for it."""
         heirs: dict[Request, list[int]] = {}
