@@ -8,7 +8,8 @@ import pytest
 
 from tests.connector.fakes import FakeSpec, make_scheduler, make_spec
 from tiering.api.engine import EngineConfig, KVCacheGroup
-from tiering.connector.groups import build_groups, interleave
+from tiering.api.keys import get_offload_group_idx
+from tiering.connector.groups import build_groups, interleave, offload_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.errors import ConfigError
 
@@ -94,3 +95,8 @@ def test_a_group_is_immutable() -> None:
     (group,) = build_groups(make_spec())
     with pytest.raises(dataclasses.FrozenInstanceError):
         group.group_idx = 3  # type: ignore[misc]
+
+
+def test_keys_have_the_index_of_a_group_in_the_engines_list() -> None:
+    (group,) = offload_groups([KVCacheGroup(("layer",), 4, engine_idx=2)], 4)
+    assert (group.group_idx, group.engine_idx, get_offload_group_idx(b"hash" + group.key_suffix)) == (0, 2, 2)

@@ -35,19 +35,31 @@ def names(group_index: int, count: int) -> list[bytes]:
     return [b"%d/%d" % (group_index, block) for block in range(count)]
 
 
-def longest(groups: Sequence[KVCacheGroup], held: set[bytes], blocks: Sequence[int], computed: int, limit: int) -> int:
+def longest(
+    groups: Sequence[KVCacheGroup],
+    held: set[bytes],
+    blocks: Sequence[int],
+    computed: int,
+    limit: int,
+    has_scratch: bool = False,
+) -> int:
     """Return the hit that the search finds beyond ``computed`` tokens, or ``computed``."""
-    search = HitSearch(offload_groups(groups, 1), Held(held), NEVER)
+    search = HitSearch(offload_groups(groups, 1), Held(held), NEVER, has_scratch=has_scratch)
     keys = [names(index, count) for index, count in enumerate(blocks)]
     return max(computed, search.longest(keys, computed, limit, CTX).tokens)
 
 
 def by_trying(
-    groups: Sequence[KVCacheGroup], held: set[bytes], blocks: Sequence[int], computed: int, limit: int
+    groups: Sequence[KVCacheGroup],
+    held: set[bytes],
+    blocks: Sequence[int],
+    computed: int,
+    limit: int,
+    has_scratch: bool = False,
 ) -> int:
     """Return the longest hit by the definition of a hit of n tokens."""
-    states = [one.gpu_block_size for one in groups if one.kind == STATE]
-    ends = [lcm(one.gpu_block_size, *states) for one in groups if one.kind == FULL]
+    common = [one.gpu_block_size for one in groups if has_scratch or one.kind == STATE]
+    ends = [lcm(one.gpu_block_size, *common) for one in groups if one.kind == FULL]
 
     def is_hit(tokens: int) -> bool:
         for index, (one, count) in enumerate(zip(groups, blocks, strict=True)):
@@ -87,6 +99,14 @@ def test_a_chunk_of_local_attention_needs_the_blocks_from_its_begin(end: int, ne
 
 def test_a_hit_leaves_a_token_where_a_chunk_may_begin_after_the_last_one() -> None:
     assert HitSearch(offload_groups((group(FULL, 4), group(CHUNK, 4, 16)), 1), Held(), NEVER).tokens_to_leave == 1
+
+
+def test_beside_scratch_memory_a_hit_ends_at_a_border_of_all_groups_and_leaves_a_token() -> None:
+    groups, held = (group(FULL, 4), group(FULL, 12)), {*names(0, 8), *names(1, 3)}
+    assert longest(groups, held, (8, 3), 0, 32) == 32, "control: without scratch memory any border will do"
+    assert longest(groups, held, (8, 3), 0, 32, has_scratch=True) == 24
+    search = [HitSearch(offload_groups(groups, 1), Held(), NEVER, has_scratch=scratch) for scratch in (False, True)]
+    assert [one.tokens_to_leave for one in search] == [0, 1]
 
 
 def test_a_state_needs_only_the_last_block() -> None:
@@ -129,5 +149,6 @@ def test_any_mixture_finds_what_trying_every_length_finds(seed: int) -> None:
         share = dice.choice([0.5, 0.8, 0.95, 1.0])
         held = {name for index, count in enumerate(blocks) for name in names(index, count) if dice.random() < share}
         computed = dice.choice([0, 0, dice.randrange(tokens)])
-        expected = by_trying(groups, held, blocks, computed, tokens - 1)
-        assert longest(groups, held, blocks, computed, tokens - 1) == expected, (groups, held, computed)
+        scratch = dice.random() < 0.2
+        expected = by_trying(groups, held, blocks, computed, tokens - 1, scratch)
+        assert longest(groups, held, blocks, computed, tokens - 1, scratch) == expected, (groups, held, computed)

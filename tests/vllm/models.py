@@ -118,6 +118,28 @@ def write_eagle(directory: Path, model: Path, seed: int = 0) -> Path:
     return directory
 
 
+def write_mimo(directory: Path, seed: int = 0) -> Path:
+    """Write a MiMo with a layer that predicts one token more (MTP), and return ``directory``.
+
+    That layer is the model's first one. It is fed with a random mixture of a token and the state before that token.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    _write(directory, "Qwen2", seed, num_hidden_layers=3, num_key_value_heads=2)
+    first, more = "model.layers.0.", "model.mtp_layers.0."
+    weights = load_file(directory / "model.safetensors")
+    weights |= {more + name.removeprefix(first): each for name, each in weights.items() if name.startswith(first)}
+    mixture = torch.randn(128, 256, generator=torch.Generator().manual_seed(seed)) * SHARP
+    weights[more + "input_proj.weight"] = mixture
+    weights |= {f"{more}{norm}_layernorm.weight": torch.ones(128) for norm in ("token", "hidden", "final")}
+    save_file({name: each.clone() for name, each in weights.items()}, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 RANK = 4
 """Rank of the adapters."""
 
@@ -166,6 +188,13 @@ def write_gemma(directory: Path, seed: int = 0) -> Path:
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
+def write_mistral(directory: Path, seed: int = 0) -> Path:
+    """Write a Mistral, whose three layers all have a sliding window, and return ``directory``."""
+    return _write(
+        directory, "Mistral", seed, num_hidden_layers=3, num_key_value_heads=2, head_dim=32, sliding_window=WINDOW
     )
 
 
@@ -232,10 +261,13 @@ def write_idefics(directory: Path) -> Path:
     return directory
 
 
-def write_llama4(directory: Path, seed: int = 0) -> Path:
+def write_llama4(directory: Path, seed: int = 0, chunk: int | None = None) -> Path:
     """Write a text-only Llama 4 and return ``directory``.
 
     It has no experts. Attention temperature, if vLLM turns it on, changes all but the first of its positions.
+
+    Args:
+        chunk: tokens of a chunk of local attention in all layers but the first two; default: full attention.
     """
     import torch
     import transformers
@@ -252,7 +284,7 @@ def write_llama4(directory: Path, seed: int = 0) -> Path:
         max_position_embeddings=65_536,
         initializer_range=SHARP,
         pad_token_id=0,
-        attention_chunk_size=None,
+        attention_chunk_size=chunk,
         interleave_moe_layer_step=0,
         moe_layers=[],
         no_rope_layers=[0, 0, 1],
@@ -262,6 +294,43 @@ def write_llama4(directory: Path, seed: int = 0) -> Path:
     )
     torch.manual_seed(seed)
     transformers.Llama4ForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+def write_whisper(directory: Path) -> Path:
+    """Write a Whisper, whose decoder attends to sounds by cross attention, and return ``directory``."""
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=128,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        dtype="float32",
+    )
+    transformers.WhisperForConditionalGeneration(config).save_pretrained(directory)
+    words = {f"word{number}": number for number in range(VOCABULARY)}
+    transformers.WhisperProcessor(
+        feature_extractor=transformers.WhisperFeatureExtractor(),
+        tokenizer=transformers.WhisperTokenizer(vocab=words, merges=[], unk_token="word0"),
+    ).save_pretrained(directory)
+    return directory
+
+
+def write_bidirectional(directory: Path) -> Path:
+    """Write a Llama without causal attention, which keeps no KV, and return ``directory``."""
+    write_llama(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["LlamaBidirectionalModel"]
+    (directory / "config.json").write_text(json.dumps({**config, "pooling": "avg"}))
     return directory
 
 

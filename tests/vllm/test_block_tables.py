@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,6 +33,7 @@ from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.groups import build_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.geometry import read_geometry
+from tiering.engines.vllm.kept_groups import KeptGroups, kept_groups
 
 HASH = 16
 TOKENS = 16 * 3 * 8 + 5
@@ -58,6 +60,10 @@ def chunks(size: int, tokens: int) -> Any:
     )
 
 
+def ring(size: int) -> Any:
+    return kv_cache_interface.CircularBufferSpec(block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
 SHAPES: dict[str, list[tuple[Any, bool]]] = {
     "full attention": [(full(16), False)],
     "a window": [(full(16), False), (window(16, 40), False)],
@@ -68,6 +74,11 @@ SHAPES: dict[str, list[tuple[Any, bool]]] = {
     "a speculative head": [(full(16), False), (full(16), True)],
     "a speculative head in a window": [(full(32), False), (window(16, 40, retained=2), True)],
 }
+if hasattr(kv_cache_interface, "CircularBufferSpec"):  # from vLLM 0.32
+    SHAPES |= {
+        "a ring": [(ring(8), False), (full(16), False)],
+        "a ring between groups with unequal blocks": [(full(48), False), (ring(8), False), (window(16, 20), False)],
+    }
 
 
 def configuration(shape: list[tuple[Any, bool]]) -> tuple[Any, KVCacheConfig]:
@@ -87,9 +98,19 @@ def configuration(shape: list[tuple[Any, bool]]) -> tuple[Any, KVCacheConfig]:
     return config, cache
 
 
+def kind_of(spec: Any) -> str:
+    return str(get_kv_cache_spec_kind(spec).value)
+
+
 def engine_of(shape: list[tuple[Any, bool]]) -> EngineConfig:
-    config, cache = configuration(shape)
-    return read_geometry(config, cache, lambda spec: get_kv_cache_spec_kind(spec).value, HASH).engine
+    return read_geometry(*configuration(shape), kind_of, HASH).engine
+
+
+def kept_of(shape: list[tuple[Any, bool]]) -> KeptGroups:
+    """Return the groups of ``shape`` that are offloaded."""
+    _, cache = configuration(shape)
+    every = KeptGroups(range(len(cache.kv_cache_groups)), ())
+    return kept_groups(cache, kind_of) or every
 
 
 def make_request(name: str, tokens: list[int] | None = None, size: int = HASH) -> Request:
@@ -113,6 +134,7 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: 
     _, cache = configuration(shape)
     engine = engine_of(shape)
     sizes, extra = [group.gpu_block_size for group in engine.groups], {"blocks_per_chunk": per_chunk}
+    kept = kept_of(shape)
     for limit in range(HASH, TOKENS, 28):
         own = KVCacheManager(cache, 4096, scheduler_block_size=max(sizes), hash_block_size=HASH)
         manager = FakeManager(256)
@@ -128,8 +150,9 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: 
         assert tokens <= limit
         blocks = own.allocate_slots(request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True)
         assert blocks is not None
-        tables = own.get_block_ids("r1")
-        scheduler.update_state_after_alloc(request, FakeBlocks(tables), tokens)
+        blocks = kept.blocks(FakeBlocks(own.get_block_ids("r1")))
+        tables = blocks.get_block_ids()
+        scheduler.update_state_after_alloc(request, blocks, tokens)
         ((_, (_, destination)),) = scheduler.loads.take()[0].values()
         assert isinstance(destination, GPULoadStoreSpec)
         filled = set(destination.block_ids.tolist())
@@ -139,6 +162,19 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: 
             assert given <= filled, (name, limit, tokens)
             filled -= given
         assert not filled
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("full attention", 96), ("a ring", 80)])
+def test_only_beside_a_ring_a_hit_leaves_a_block_to_compute(name: str, tokens: int) -> None:
+    """The engine would compute the last token again, with a ring that lacks the tokens before it."""
+    if name not in SHAPES:
+        pytest.skip("this vLLM has no rings")
+    engine, manager = engine_of(SHAPES[name]), FakeManager(256)
+    scheduler = OffloadingConnectorScheduler(FakeSpec(engine, {}, manager))
+    request = make_request("r1", list(range(96)))
+    (group,) = build_groups(FakeSpec(engine, {}))
+    manager.hold(block_hash + group.key_suffix for block_hash in request.block_hashes)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, True)
 
 
 def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_granite
 from tiering.engines.vllm.geometry import check_supported
 from tiering.engines.vllm.identity import hash_seed
 from tiering.errors import ConfigError
@@ -44,7 +40,12 @@ def test_what_is_supported_passes() -> None:
         (configuration(pipeline_parallel_size=2), "pipeline parallelism is not supported"),
         (configuration(prefill_context_parallel_size=2), "prefill context parallelism"),
         (configuration(distributed_executor_backend="external_launcher"), "use mp"),
-        (configuration("cross_attention"), "only full-attention and sliding-window"),
+        (
+            configuration("cross_attention"),
+            r"\(cross_attention, layer\.0, \.\.\.\): its KV belongs to the encoder's input",
+        ),
+        (configuration("encoder_only_attention"), r"KV cache \(encoder_only_attention\) have no hashes"),
+        (configuration("unknown"), "its kind is not known"),
         (configuration(role="kv_consumer"), "kv_both"),
         (configuration(groups=0), "no KV cache"),
     ],
@@ -99,44 +100,3 @@ def test_hash_seeds_that_change_with_the_process_are_known_as_random() -> None:
     assert hash_seed("sha256", None, "fixed") == "fixed"
     assert hash_seed("xxhash", None, "fixed") == "random"
     assert hash_seed("xxhash", "7", "fixed") == hash_seed("sha256", "7", "fixed") == "PYTHONHASHSEED=7"
-
-
-# ------------------------------------------------------------------------------------------------- in the real engine
-
-
-@pytest.fixture(scope="module")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_granite(tmp_path_factory.mktemp("granite"))
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-START = """
-import sys
-from pathlib import Path
-from tests.vllm.conftest import prepare_environment
-prepare_environment()
-from tests.vllm.rig import engine
-from tests.vllm.test_states import CPU, OPTIONS
-words, options = eval(sys.argv[2])
-with engine(Path(sys.argv[1]), {**CPU, **words}, **{**OPTIONS, **options}):
-    pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "options", "message"),
-    [
-        ({}, {"enable_prefix_caching": False}, "set --enable-prefix-caching"),
-        ({}, {"speculative_config": NGRAM}, "turn one of the two off"),
-        ({"blocks_per_chunk": 2}, {}, "keeps one state per GPU block; leave both out"),
-    ],
-    ids=["no prefix caching", "speculative decoding", "larger blocks"],
-)
-def test_an_engine_whose_states_cannot_be_stored_ends_with_the_reason(
-    granite: Path, words: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    """Each engine has a process of its own: after drafts of n-grams, vLLM starts no other one there."""
-    command = [sys.executable, "-c", START, str(granite), repr((words, options))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode != 0
-    assert message in done.stderr.strip().splitlines()[-1]

@@ -32,6 +32,8 @@ class KVCacheGroup:
     """Number of tokens before a sliding window that the engine keeps in addition to the window."""
     volatile_tokens: int = 0
     """Number of last computed tokens whose KV the engine may compute again while the request runs."""
+    engine_idx: int | None = None
+    """Index of the group in the engine's list; None: its place in :attr:`EngineConfig.groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,12 @@ class EngineConfig:
     hash_block_size: int
     """Number of tokens that one entry of ``request.block_hashes`` covers."""
     groups: tuple[KVCacheGroup, ...]
-    """The KV-cache groups, in the engine's order."""
+    """The KV-cache groups that are offloaded, in the engine's order."""
+    has_scratch: bool = False
+    """True if the engine has other groups too, whose content it makes anew after a hit.
+
+    Hits then end only where all offloaded groups have a border of blocks, and leave a token to compute.
+    """
     world_size: int = 1
     """Number of workers that hold parts of the same KV cache."""
     context_parallel_size: int = 1

@@ -74,7 +74,7 @@ class EngineCache(FreeQueueWalk):
         self._groups = groups
         self._manager = manager
         self._events = events
-        self._described = [events.captures(group) for group in groups]
+        self._described = {group.engine_idx: events.captures(group) for group in groups}
         self._counters = counters
         self.blocks_of: dict[OffloadKey, tuple[int, ...]] = {}
         """GPU blocks of each noted block; only the methods of this class change the dictionary."""
@@ -150,7 +150,7 @@ class EngineCache(FreeQueueWalk):
         self, request: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
     ) -> None:
         """Take snapshots of blocks that were not noted before."""
-        if keys and self._described[group.group_idx]:
+        if keys and self._described[group.engine_idx]:
             self._events.record_stores(request, group, positions, keys)
 
     def begin_step(self, step: int, taken: Sequence[int], zeroed: Sequence[int]) -> None:
@@ -233,7 +233,7 @@ class EngineCache(FreeQueueWalk):
 
     def _release_snapshots(self, keys: Iterable[OffloadKey]) -> None:
         """Keep the snapshots of blocks no longer for a late store."""
-        if any(self._described):
+        if any(self._described.values()):
             self._events.store_failed([key for key in keys if self._described[get_offload_group_idx(key)]])
 
     # ------------------------------------------------------------------------------------------------------------- walk
@@ -277,7 +277,7 @@ class EngineCache(FreeQueueWalk):
                 self._leave(key, ids)
                 if self._key_of.get(ids[0]) == key:
                     del self._key_of[ids[0]]
-            if any(self._described) and len(output.keys_to_store) < len(keys):
+            if any(self._described.values()) and len(output.keys_to_store) < len(keys):
                 self._release_snapshots(leaving.keys() - set(output.keys_to_store))
             self._counters.late_stores += len(output.keys_to_store)
             late = self._copy(output, leaving)
@@ -306,5 +306,5 @@ class EngineCache(FreeQueueWalk):
         sizes = [len(block_ids)]
         if len(self._groups) > 1:
             groups = list(map(get_offload_group_idx, copied))
-            sizes = [groups.count(group.group_idx) * group.block_size_factor for group in self._groups]
+            sizes = [groups.count(group.engine_idx) * group.block_size_factor for group in self._groups]
         return LateStore(copied, GPULoadStoreSpec(block_ids, sizes, [0] * len(sizes)), output.store_spec)

@@ -299,7 +299,7 @@ class OffloadingEventsTracker:
             factor=factor,
             block_size=size // factor,
             lookahead=lookahead,
-            group_idx=group.group_idx,
+            group_idx=group.engine_idx,
             kind=kind,
             window=window,
             lora_id=lora_id,

@@ -79,7 +79,9 @@ class OffloadGroup:
     """One KV-cache group; an offloaded block consists of ``block_size_factor`` GPU blocks."""
 
     group_idx: int
-    """Index of the group in the engine's list of KV-cache groups."""
+    """Place of the group among those that are offloaded."""
+    engine_idx: int
+    """Index of the group in the engine's list of KV-cache groups; keys and events have it."""
     kind: GroupKind
     """Rule by which a token reads the earlier tokens."""
     gpu_block_size: int
@@ -121,7 +123,7 @@ class OffloadGroup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_full", self.kind is GroupKind.FULL)
         object.__setattr__(self, "is_state", self.kind is GroupKind.STATE)
-        object.__setattr__(self, "key_suffix", self.group_idx.to_bytes(GROUP_BYTES, "big"))
+        object.__setattr__(self, "key_suffix", self.engine_idx.to_bytes(GROUP_BYTES, "big"))
 
     def needed_from(self, end: int) -> int:
         """Return the first token that must be present to continue from token ``end``."""
@@ -231,6 +233,7 @@ def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: 
     size = group.gpu_block_size * factor
     return OffloadGroup(
         group_idx=idx,
+        engine_idx=idx if group.engine_idx is None else group.engine_idx,
         kind=kind,
         gpu_block_size=group.gpu_block_size,
         block_size_factor=factor,

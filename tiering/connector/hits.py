@@ -46,6 +46,7 @@ class HitSearch:
         most_probes: number of times that one search may shorten the hit because a block of a window or a state is
             missing; default: :data:`MAX_WINDOW_PROBES`.
         tokens_to_leave: tokens at the end of a request that no hit may cover, at least; default: 0.
+        has_scratch: True if the engine makes the content of other groups anew after a hit; default: False.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class HitSearch:
         held: PrefixLookup,
         most_probes: int = MAX_WINDOW_PROBES,
         tokens_to_leave: int = 0,
+        has_scratch: bool = False,
     ) -> None:
         self._groups = groups
         self._held = held
@@ -63,16 +65,17 @@ class HitSearch:
         """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
         self._windows = [group for group in groups if group.window_blocks and not group.is_state]
         self._states = [group for group in groups if group.is_state]
-        states = [group.offloaded_block_size for group in self._states]
-        self._ends = sorted({math.lcm(group.offloaded_block_size, *states) for group in self._full or groups})
+        common = [group.offloaded_block_size for group in (groups if has_scratch else self._states)]
+        self._ends = sorted({math.lcm(group.offloaded_block_size, *common) for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
-        self.tokens_to_leave = max(tokens_to_leave, *map(self._recomputes_across_a_border, groups))
+        self.tokens_to_leave = max(tokens_to_leave, has_scratch, *map(self._recomputes_across_a_border, groups))
         """Tokens at the end of a request that no hit may cover.
 
         When all of a request is held, the engine recomputes the last token. The last token attends to one token more on
         the left than the token after it. Where that token lies in an earlier block, which the hit does not need, the
         hit must leave at least one token to compute. So it must where a chunk of local attention may begin after the
-        last token. A state cannot be computed back by one token either.
+        last token. A state cannot be computed back by one token either. Scratch
+        memory for the last token may have content of the tokens before it.
         """
 
     def _recomputes_across_a_border(self, group: OffloadGroup) -> bool:

@@ -89,7 +89,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._spec = spec
         self.manager = spec.get_manager()
         """Manager of the tiers."""
-        search = HitSearch(groups, self.manager)
+        search = HitSearch(groups, self.manager, has_scratch=spec.engine.has_scratch)
         tables = FencedTables(groups, {})
         config = OffloadingKVEventsConfig(
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))

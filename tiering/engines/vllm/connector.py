@@ -46,6 +46,7 @@ from tiering.engines.vllm.geometry import (
 )
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
+from tiering.engines.vllm.kept_groups import kept_groups
 from tiering.engines.vllm.loads import LoadLedger
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
@@ -111,7 +112,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             )
         check_supported(vllm_config, kv_cache_config, kind_of, TransferResults is not None, _hands_over_states())
         geometry = geometry_of(vllm_config, kv_cache_config)
-        self._several_groups = len(geometry.engine.groups) > 1
+        self._kept = kept_groups(kv_cache_config, kind_of)
+        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._in_process = not getattr(vllm.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()

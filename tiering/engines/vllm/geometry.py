@@ -11,12 +11,12 @@ from typing import Any
 
 from tiering.api.engine import EngineConfig, KVCacheGroup, blocks_per_chunk
 from tiering.api.namespace import KVLayout
+from tiering.engines.vllm.kept_groups import is_skipped
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
 _REFUSED_KINDS = {
-    "encoder_only_attention": "only full-attention and sliding-window groups can be offloaded",
-    "cross_attention": "only full-attention and sliding-window groups can be offloaded",
+    "cross_attention": "its KV belongs to the encoder's input instead of tokens",
     "unknown": "its kind is not known",
 }
 
@@ -74,8 +74,20 @@ def check_supported(
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ConfigError("the model has no KV cache: there is nothing to offload; run it without this connector")
+    if all(is_skipped(group, kind_of) for group in groups):
+        raise ConfigError(
+            f"the blocks of the model's KV cache ({kind_of(groups[0].kv_cache_spec)}) have no hashes, so none can be "
+            "looked up; run the model without this connector"
+        )
     for index, group in enumerate(groups):
         kind = kind_of(group.kv_cache_spec)
+        if getattr(group, "host_resident", False):
+            raise ConfigError(
+                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...) lives in host memory, and a hit needs "
+                "its blocks too; run the model without this connector"
+            )
+        if is_skipped(group, kind_of):
+            continue
         if kind in _REFUSED_KINDS:
             raise ConfigError(
                 f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; "
@@ -93,15 +105,6 @@ def check_supported(
                 f"KV-cache group {index} (reference sliding window): a running request frees blocks in its middle, so "
                 "generated tokens are computed from fewer tokens than the same text in a prompt; "
                 "run the model without this connector"
-            )
-        if not getattr(group.kv_cache_spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
-            raise ConfigError(
-                f"KV-cache group {index} ({kind}): its blocks have no hashes, so they cannot be looked up; "
-                "run the model without this connector"
-            )
-        if getattr(group, "host_resident", False):
-            raise ConfigError(
-                f"KV-cache group {index} ({kind}) lives in host memory already; run the model without this connector"
             )
     if len(groups) > 1 and not reports_requests:
         raise ConfigError(
@@ -189,12 +192,15 @@ def read_geometry(
     """
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
-    groups = tuple(_group(vllm_config, group, kind_of, context) for group in kv_cache_config.kv_cache_groups)
+    all_groups = kv_cache_config.kv_cache_groups
+    found = [(index, group) for index, group in enumerate(all_groups) if not is_skipped(group, kind_of)]
+    groups = tuple(_group(vllm_config, index, group, kind_of, context) for index, group in found)
     world_size = int(parallel.world_size)
     engine = EngineConfig(
         block_sizes=tuple(group.gpu_block_size for group in groups),
         hash_block_size=hash_block_size,
         groups=groups,
+        has_scratch=len(groups) < len(all_groups),
         world_size=world_size,
         enable_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
@@ -204,7 +210,7 @@ def read_geometry(
     factor = blocks_per_chunk(vllm_config.kv_transfer_config.kv_connector_extra_config, engine.block_sizes)
     segments = 1 if replicated else world_size
     places, strides = _places(kv_cache_config), _strides(kv_cache_config)
-    pages = [_pages(group, places, strides) for group in kv_cache_config.kv_cache_groups]
+    pages = [_pages(group, places, strides) for _, group in found]
     blocks = tuple(sum(sizes.values()) for sizes in pages)
     return Geometry(
         engine=engine,
@@ -214,8 +220,8 @@ def read_geometry(
         rank=int(parallel.rank),
         replica=_replica(parallel, engine.engine_id),
         group_texts=tuple(
-            _text(group, found, sizes) + _state_text(vllm_config, group, found)
-            for group, found, sizes in zip(groups, kv_cache_config.kv_cache_groups, pages, strict=True)
+            _text(group, theirs, sizes) + _state_text(vllm_config, group, theirs)
+            for group, (_, theirs), sizes in zip(groups, found, pages, strict=True)
         ),
         kv_dtype=_kv_dtype(vllm_config),
     )
@@ -299,7 +305,7 @@ def _first(spec: Any) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
-def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
+def _group(vllm_config: Any, index: int, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
     spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
     first = _first(spec)
     # Full attention may name a window too (hybrid manager off); vLLM then keeps all blocks of the group.
@@ -316,6 +322,7 @@ def _group(vllm_config: Any, group: Any, kind_of: Callable[[Any], str], context:
         is_eagle=is_eagle,
         retained_tokens=0 if window is None else int(getattr(first, "extra_retained_tokens", 0)),
         volatile_tokens=_volatile_tokens(vllm_config, is_eagle),
+        engine_idx=index,
     )
 
 

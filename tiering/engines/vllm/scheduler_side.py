@@ -16,6 +16,7 @@ from tiering.connector.half import ASK_AGAIN, NO_TOKENS
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.events import EventConverter
+from tiering.engines.vllm.kept_groups import KeptGroups
 from tiering.engines.vllm.lora import AdapterGuard
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError
@@ -46,6 +47,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """The scheduler half, for the mode of the stack; None in a worker's connector."""
     _adapters: AdapterGuard
     _waits: LoadWaits
+    _kept: KeptGroups | None = None
+    """The groups that are offloaded; None: all."""
     _in_process: bool
     """True if the engine runs inside its caller's process, whose loop does not rest."""
 
@@ -74,12 +77,15 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self.scheduler_half or self._no_scheduler()
+        if self._kept is not None:
+            blocks = self._kept.blocks(blocks)
         half.update_state_after_alloc(request, blocks, num_external_tokens)
         self._waits.allocated(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
         half = self.scheduler_half or self._no_scheduler()
-        metadata = half.build_connector_meta(scheduler_output)
+        step = scheduler_output if self._kept is None else self._kept.step(scheduler_output)
+        metadata = half.build_connector_meta(step)
         is_idle = metadata is NOTHING_TO_DO and not scheduler_output.total_num_scheduled_tokens
         if self._in_process and is_idle and half.has_pending_lookups():
             time.sleep(LOOKUP_PATIENCE)

@@ -16,6 +16,7 @@ from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWo
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.copy.canonical import LayerCache
 from tiering.engines.vllm.adapter_loads import AdapterLoads
+from tiering.engines.vllm.kept_groups import KeptGroups
 from tiering.engines.vllm.loads import LoadLedger, ordered_loads
 from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadWorkerMetadata
@@ -39,6 +40,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     worker_half: OffloadingConnectorWorker | SimpleCPUOffloadWorker | None = None
     """The worker half, for the mode of the stack; None in the scheduler's connector."""
     _several_groups: bool
+    _kept: KeptGroups | None = None
+    """The groups that are offloaded; None: all."""
     _in_process: bool
     _patience: float = 0.0
     """Seconds that this step may wait for a load."""
@@ -54,7 +57,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         raise ConfigError("a method of vLLM's workers was called on the scheduler's connector")
 
     def register_kv_caches(self, kv_caches: dict[str, LayerCache]) -> None:
-        (self.worker_half or self._no_worker()).register_kv_caches(kv_caches)
+        kept = kv_caches if self._kept is None else self._kept.caches(kv_caches)
+        (self.worker_half or self._no_worker()).register_kv_caches(kept)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any = None) -> None:
         half = self.worker_half or self._no_worker()

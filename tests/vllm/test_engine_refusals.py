@@ -1,0 +1,172 @@
+"""Each refusal of the connector is the last line of an engine that does not start.
+
+Each engine has a process of its own. Where a refused model runs on accelerators only, or a refused vLLM is not the
+installed one, the engine's process describes a small model so before the engine starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.models import (
+    write_bidirectional,
+    write_deepseek,
+    write_granite,
+    write_llama,
+    write_mistral,
+    write_tokenizer,
+    write_whisper,
+)
+from tests.vllm.test_states import CPU, OPTIONS
+
+START = """
+import sys
+from pathlib import Path
+from tests.vllm.rig import prepare_environment
+prepare_environment()
+from tests.vllm.rig import engine
+model, stack, options, before = Path(sys.argv[1]), *map(eval, sys.argv[2:4]), sys.argv[4]
+exec(before)
+with engine(model, stack, **options):
+    pass
+"""
+CHANGED = """
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1 import kv_cache_interface as kinds
+create = KVConnectorFactory.create_connector
+def described(config, role, kv_cache_config):
+    group, words = kv_cache_config.kv_cache_groups[0], dict(block_size=32, num_kv_heads=2, head_size=32, dtype=None)
+    {change}
+    return create(config, role, kv_cache_config)
+KVConnectorFactory.create_connector = described
+"""
+"""Code that changes the configuration or its first KV-cache group before the connector sees them."""
+ALL_STATES = """
+    first = next(iter(getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()), group.kv_cache_spec)
+    object.__setattr__(first, "mamba_cache_mode", "all")
+"""
+STATES_STAY = """
+import tiering.engines.vllm.connector as connector
+connector._hands_over_states = lambda: False
+"""
+NO_REPORTS = """
+import tiering.engines.vllm.connector as connector
+connector.TransferResults = None
+"""
+ROOM = {"num_gpu_blocks_override": 300}
+"""Options with blocks for the 1500 tokens of a sound."""
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+def write_deepseek_of_two_layers(directory: Path) -> Path:
+    return write_deepseek(directory, layers=2)
+
+
+def write_embedder(directory: Path) -> Path:
+    return write_tokenizer(write_bidirectional(directory))
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A configuration that is refused."""
+
+    message: str
+    options: dict[str, Any] = field(default_factory=dict)
+    write: Callable[[Path], Path] = write_llama
+    words: dict[str, Any] = field(default_factory=dict)
+    """Further words of the connector's configuration."""
+    before: str = ""
+    """Code that the engine's process runs first."""
+
+
+def states(message: str, before: str = "", words: dict[str, Any] | None = None, **options: Any) -> Refused:
+    """Return a refused configuration of a model with states."""
+    return Refused(message, {**OPTIONS, **options}, write_granite, words or {}, before)
+
+
+def changed(message: str, change: str) -> Refused:
+    """Return a configuration that is refused after ``change``."""
+    return Refused(message, before=CHANGED.format(change=change))
+
+
+REFUSED = {
+    "role": Refused(
+        'set "kv_both"',
+        {
+            "kv_transfer_config": {
+                "kv_connector": "TieringConnector",
+                "kv_role": "kv_producer",
+                "kv_connector_module_path": "tiering.engines.vllm",
+                "kv_connector_extra_config": CPU,
+            }
+        },
+    ),
+    "several hosts": Refused("keep an engine's workers on one host", {"nnodes": 2, "tensor_parallel_size": 2}),
+    "external launcher": Refused("use mp", {"distributed_executor_backend": "external_launcher"}),
+    "pipeline parallelism": Refused("use tensor parallelism", {"pipeline_parallel_size": 2}),
+    "prefill context parallelism": changed(
+        "set prefill_context_parallel_size to 1", "config.parallel_config.prefill_context_parallel_size = 2"
+    ),
+    "latent attention on a CPU": Refused(
+        "vLLM turns its own prefix caching off for them",
+        {"block_size": 16, "num_gpu_blocks_override": 100, "attention_config": {"backend": "CPU_MLA"}},
+        write_deepseek_of_two_layers,
+    ),
+    "no KV cache": Refused(
+        "the model has no KV cache",
+        {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, "max_num_batched_tokens": 640},
+        write_embedder,
+    ),
+    "cross attention": Refused(
+        "its KV belongs to the encoder's input instead of tokens",
+        {"skip_tokenizer_init": False, "max_model_len": 64, "max_num_batched_tokens": 2048, **ROOM},
+        write_whisper,
+    ),
+    "mode simple without full attention": Refused(
+        "mode simple needs a KV-cache group with full attention", write=write_mistral, words={"mode": "simple"}
+    ),
+    "unknown kind": changed(
+        "KV-cache group 0 (unknown, model.layers.0.self_attn.attn, ...): its kind is not known",
+        "group.kv_cache_spec = kinds.AttentionSpec(**words)",
+    ),
+    "no hashes": changed(
+        "the model's KV cache (unknown) have no hashes", "group.kv_cache_spec = kinds.CircularBufferSpec(**words)"
+    ),
+    "host memory": changed("lives in host memory, and a hit needs its blocks too", "group.host_resident = True"),
+    "reference sliding window": changed(
+        "KV-cache group 0 (reference sliding window)", "group.kv_cache_spec = kinds.RSWASpec(rswa_window=8, **words)"
+    ),
+    "several groups in an old vLLM": Refused(
+        "the model has 2 KV-cache groups, and this vLLM cannot handle failed loads of such models",
+        before=NO_REPORTS + CHANGED.format(change="kv_cache_config.kv_cache_groups.append(group)"),
+    ),
+    "states without prefix caching": states("set --enable-prefix-caching", enable_prefix_caching=False),
+    "states at all blocks": states(
+        "--mamba-cache-mode all is not supported",  # vLLM 0.32 has no such mode any more
+        before=CHANGED.format(change=ALL_STATES),
+    ),
+    "states and drafts": states("turn one of the two off", speculative_config=NGRAM),
+    "states in larger blocks": states("keeps one state per GPU block; leave both out", words={"blocks_per_chunk": 2}),
+    "states that are not whole": states(
+        "ReplaySSM does not keep whole states",
+        before=CHANGED.format(change="config.cache_config.use_replayssm = True"),
+    ),
+    "states that an old vLLM keeps": states("use vLLM 0.32 or newer", before=STATES_STAY),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_an_engine_that_cannot_work_ends_with_the_reason(tmp_path: Path, name: str) -> None:
+    refused = REFUSED[name]
+    model = refused.write(tmp_path / "model")
+    command = [sys.executable, "-c", START, str(model), repr({**CPU, **refused.words}), repr(refused.options)]
+    done = subprocess.run([*command, refused.before], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode != 0
+    assert refused.message in done.stderr.strip().splitlines()[-1]
