@@ -1,14 +1,15 @@
-"""A speculative head (EAGLE) whose layer is in the same KV-cache group as the model's layers."""
+"""Speculative heads (EAGLE, MTP) whose layer is in the same KV-cache group as the model's layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_eagle
+from tests.vllm.models import write_eagle, write_mimo
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, answers_without_tiers, engine, prompt, whole_blocks, wrong
 from tests.wrapped_handler import Wrapped
 from tiering.copy.contract import OffloadingHandler, TransferResult
@@ -19,21 +20,36 @@ LAYERS = 3
 """Layers of the model; the head has one more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A model with a speculative head."""
+
+    model: Path
+    words: dict[str, Any]
+    """vLLM's configuration of the head."""
+
+
+@pytest.fixture(scope="module", params=["eagle", "mtp"])
+def head(llama: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Speculation:
+    directory = tmp_path_factory.mktemp("head")
+    if request.param == "mtp":
+        return Speculation(write_mimo(directory), {"method": "mtp", "num_speculative_tokens": 1})
+    write_eagle(directory, llama)
+    return Speculation(llama, {"method": "eagle", "model": str(directory), "num_speculative_tokens": 3})
+
+
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[Answer]:
-    return answers_without_tiers(llama, PROMPTS, TOKENS)
+def expected(head: Speculation) -> list[Answer]:
+    return answers_without_tiers(head.model, PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module", params=["tiering", "simple"])
-def speculating(
-    llama: Path, expected: list[Answer], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    head = write_eagle(tmp_path_factory.mktemp("eagle"), llama)
+def speculating(head: Speculation, expected: list[Answer], request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {
-        "speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 3},
+        "speculative_config": head.words,
         "async_scheduling": False,  # else the scheduler does not know the drafts
     }
-    with engine(llama, {"primary": {"capacity": "64MiB"}, "mode": request.param}, **options) as running:
+    with engine(head.model, {"primary": {"capacity": "64MiB"}, "mode": request.param}, **options) as running:
         yield running
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.handlers import CopyNothing
 from tests.vllm.models import write_llama, write_tokenizer
 from tests.vllm.rig import Engine, engine, prompt
 
@@ -18,10 +19,13 @@ def embeddings(running: Engine) -> list[list[float]]:
     return [output.outputs.embedding for output in outputs]
 
 
-def test_embeddings_are_the_same_from_a_tier_and_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["tiering", "simple"])
+def test_embeddings_are_the_same_from_a_tier_and_after_a_restart(tmp_path: Path, mode: str) -> None:
     llama = write_tokenizer(write_llama(tmp_path / "model"))
     local = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}
-    stack: dict[str, Any] = {"primary": {"capacity": "64MiB"}, "secondary": [local]}
+    stack: dict[str, Any] = {"primary": {"capacity": "64MiB"}, "mode": mode}
+    if mode == "tiering":
+        stack["secondary"] = [local]
     options = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
     with engine(llama, None, enable_prefix_caching=False, **options) as plain:
         expected = embeddings(plain)
@@ -35,7 +39,14 @@ def test_embeddings_are_the_same_from_a_tier_and_after_a_restart(tmp_path: Path)
         assert first.llm.reset_prefix_cache()
         found, loaded = first.loaded(lambda: embeddings(first))
         assert right(found)
+        assert loaded > 0
         first.settle()
+        assert first.llm.reset_prefix_cache()
+        with first.loads_through(CopyNothing):
+            assert not right(embeddings(first)), "negative control: what is not loaded shows"
+        first.settle()
+    if mode == "simple":
+        return
     with engine(llama, stack, **options) as second:
         found, from_disk = second.loaded(lambda: embeddings(second))
         assert right(found)

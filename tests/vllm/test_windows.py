@@ -100,18 +100,35 @@ def test_a_failed_load_is_told_by_its_request(
     assert wrong(tiered.ask(PROMPTS), expected[:4]) == []
 
 
-def test_two_workers_load_the_same_blocks(gemma: Path, expected: list[Answer], tmp_path: Path) -> None:
+@pytest.mark.parametrize("two_workers_mode", ["tiering", "simple"])
+def test_two_workers_load_the_same_blocks_also_after_a_restart(
+    gemma: Path, expected: list[Answer], tmp_path: Path, two_workers_mode: str
+) -> None:
     """Each worker has half of the heads."""
-    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--num-gpu-blocks-override", "80")
+    options = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp", "--shutdown-timeout", "60"]
+    options += ["--num-gpu-blocks-override", "80"]
 
     def counted(server: Server, name: str) -> float:
         server.ask([PROMPTS[0][:8]], 1)  # one more step reports what was copied
         return server.metric("vllm:kv_offload_total_bytes_total", transfer_type=name)
 
-    stack = {"primary": {"capacity": "64MiB"}}
-    with serve(gemma, stack, tmp_path / "log", *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+    stack: dict[str, Any] = {"primary": {"capacity": "64MiB"}, "mode": two_workers_mode}
+    if two_workers_mode == "tiering":
+        stack["secondary"] = [{"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB"}]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with serve(gemma, stack, tmp_path / "log", *options, **environment) as server:
         assert wrong(server.ask(PROMPTS), expected[:4]) == []
         until(lambda: counted(server, "gpu_to_cpu") >= ALL, 60, "the store of all blocks")
         server.evict()
+        assert wrong(server.ask(PROMPTS), expected[:4]) == []
+        assert counted(server, "cpu_to_gpu") == ALL
+        if two_workers_mode == "simple":
+            return
+    with serve(gemma, stack, tmp_path / "second", *options, **environment) as server:
+        until(
+            lambda: counted(server, "cpu_to_gpu") >= 0 and server.metric("kv_tiering_available", tier="local") == 1,
+            120,
+            "the opening of the disk",
+        )
         assert wrong(server.ask(PROMPTS), expected[:4]) == []
         assert counted(server, "cpu_to_gpu") == ALL
