@@ -1,7 +1,7 @@
 """Mamba 1 (Jamba) and short convolutions (LFM 2): byte for byte through vLLM's own block tables.
 
-No CPU kernel computes the former. Of the latter, vLLM's CPU build gives other answers with its own prefix cache than
-without it.
+No CPU kernel computes the former. Of the latter, vLLM's CPU build answers a prompt otherwise beside other prompts or in
+chunks, also without connector and cache.
 """
 
 from __future__ import annotations
