@@ -19,7 +19,7 @@ from tests.vllm.test_windows import LAYERS, PAGE
 from tiering.engines.vllm.worker_side import TransferResults
 
 PROMPTS = [*(prompt(seed) for seed in range(3)), prompt(3, 192)]
-"""Prompts of which the last one consists of whole blocks."""
+"""Prompts; the last one consists of whole blocks."""
 HELD = 3 * (200 // 32) + 192 // 32 - 1
 """Blocks of the hits; the last prompt's hit leaves a block to compute."""
 
