@@ -21,6 +21,7 @@ ON = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_ev
 def group(index: int = 0, *, size: int = 8, factor: int = 2, window: int | None = None) -> Any:
     return SimpleNamespace(
         group_idx=index,
+        engine_idx=index,
         offloaded_block_size=size,
         hash_block_size_factor=factor,
         is_full=window is None,

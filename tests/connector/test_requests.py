@@ -17,7 +17,7 @@ from tiering.connector.tracked import NEVER, GroupState, TrackedRequest, extend_
 
 CTX = ReqContext("r1")
 LAYOUTS = tuple(
-    replace(group, group_idx=index)
+    replace(group, group_idx=index, engine_idx=index)
     for index, factor in enumerate((1, 2))
     for group in offload_groups([KVCacheGroup(("layer",), 4)], 4, factor)
 )
