@@ -12,7 +12,7 @@ import pytest
 from tiering.block_tier.tier import BlockTier
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
-from tiering.medium.messages import IoTask
+from tiering.medium.side import IoTask
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import BlockTierOptions
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
