@@ -25,6 +25,8 @@ Call = Callable[[ManagerRig], object]
 CALLS: dict[str, Call] = {
     "lookup": lambda rig: rig.manager.lookup(A, rig.ctx),
     "match_prefix": lambda rig: rig.manager.match_prefix([A], rig.ctx),
+    "promote_early": lambda rig: rig.manager.promote_early([A], rig.ctx),
+    "prefetch": lambda rig: rig.manager.prefetch([A], b"", 1.0),
     "prepare_load": lambda rig: rig.manager.prepare_load([], rig.ctx),
     "complete_load": lambda rig: rig.manager.complete_load([], rig.ctx),
     "touch": lambda rig: rig.manager.touch([A], rig.ctx),
