@@ -110,6 +110,7 @@ def open_manager(
                 revision=stack.revision,
                 news=news,
                 distance=tier_definition(options.type).distance,
+                rows_fd=rows.fd,
                 agreement=agreement,
             )
             tier = _build(len(tiers), options, context)

@@ -200,6 +200,8 @@ class TierContext:
     """Receiver of the tier's announcements that a job has ended; an announcement wakes up waiting callers."""
     distance: Distance | None = None
     """Distance of the medium; None (default): not known."""
+    rows_fd: int | None = None
+    """Descriptor of the rows' memory, which other processes map; None (default): there is none."""
     agreement: EpochAgreement = field(default_factory=EpochAgreement)
     """Common epochs that the shared tiers of the stack have met; one instance for all tiers of a manager."""
 

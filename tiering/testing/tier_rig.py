@@ -6,7 +6,9 @@ It calls the tier through :class:`tiering.secondary.contract.SecondaryTierManage
 from __future__ import annotations
 
 import mmap
+import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -70,7 +72,11 @@ class TierRig:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.rows = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(num_rows, stride)
+        rows_fd = os.memfd_create("kv-tiering-rig")
+        weakref.finalize(self, os.close, rows_fd)
+        os.ftruncate(rows_fd, num_rows * stride)
+        os.fchmod(rows_fd, 0o600)
+        self.rows = np.frombuffer(mmap.mmap(rows_fd, num_rows * stride), np.uint8).reshape(num_rows, stride)
         """The rows, shape (num_rows, row bytes)."""
         self.group_bytes = group_bytes
         """Bytes of a block, per KV-cache group."""
@@ -83,6 +89,7 @@ class TierRig:
             enable_events=events,
             clock=clock,
             revision=revision,
+            rows_fd=rows_fd,
         )
         """The context that the tier was made with."""
         self.tier = make_tier(self.context)

@@ -9,6 +9,7 @@ half-way; the next start removes it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import mmap
@@ -49,6 +50,7 @@ _MARKS_AT = 128
 # Bytes far beyond the end of the file that only carry locks: one guards the header, then there is one for each side.
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
+_F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 0x2, 0x4
 MAX_SIDES = 1024
 """Largest number of sides that can share a region."""
 MARK_BYTES = 16
@@ -127,6 +129,7 @@ class SharedRegion:
         "_marks",
         "_rows",
         "address",
+        "fd",
         "nbytes",
         "num_rows",
         "pageable",
@@ -161,6 +164,8 @@ class SharedRegion:
         self._marks: NDArray[np.uint8] = flat[self.nbytes + _MARKS_AT :][: 2 * MARK_BYTES].reshape(2, MARK_BYTES)
         self.address: int = flat.ctypes.data
         """Address of the first row in this process."""
+        self.fd = fd
+        """Descriptor of the memory, valid until :meth:`close`."""
         self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
 
     @classmethod
@@ -178,9 +183,11 @@ class SharedRegion:
         """
         size = _total_bytes(num_rows, row_bytes)
         check_room(size, None)
-        fd = os.memfd_create("kv-tiering", os.MFD_CLOEXEC)
+        fd = os.memfd_create("kv-tiering", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             _resize(fd, size)
+            # Another process that maps the rows would die of a page that is cut off.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
             region = cls(fd, num_rows, row_bytes)
         except RegionError:
             os.close(fd)
