@@ -32,6 +32,7 @@ from tiering.config.stack_file import (
     WarmStartOptions,
 )
 from tiering.config.words import descriptions
+from tiering.machine.options import MachineOptions
 from tiering.secondary.options import (
     BlockTierOptions,
     BreakerOptions,
@@ -54,6 +55,7 @@ LIKE: Mapping[str, str] = {"s3": "object"}
 """Type of tier → type that has the same words but for those in its table."""
 
 _PARTS: Mapping[str, type[BaseModel]] = {
+    "machine": MachineOptions,
     "retries": RetryOptions,
     "breaker": BreakerOptions,
     "record_trace": RecordOptions,

@@ -15,6 +15,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -166,6 +168,24 @@ def short(words: list[str]) -> list[str]:
     return [*words, *missing, "--no-device"]
 
 
+def served(words: list[str]) -> Done:
+    """Run ``serve`` in a process until it serves, and end it as an operator does."""
+    named = dict(itertools.pairwise(words)).get("--socket", "")
+    words = [{named: "cache.sock", "service.yaml": "stack.yaml"}.get(word, word) for word in words]
+    words += [] if named else ["--socket", "cache.sock"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tiering.cli", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        log = next((line for line in process.stderr if " serving " in line), "")
+        process.terminate()
+        log += process.stderr.read()
+    return Done(process.returncode if " serving " in log else 1, "", log)
+
+
 @pytest.fixture
 def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Done]:
     """Run a command of a document in a copy of the prepared directory."""
@@ -187,6 +207,8 @@ def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 words += ["--requests", "30"]
             if words[0] == "bench":
                 words = short(words)
+            if words[0] == "serve":
+                return served(words)
             if words[0] == "why":
                 monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
                 engine = ExplainService(explained("cmpl-7"), None)

@@ -448,3 +448,36 @@ def test_a_warm_start_has_defaults_and_refuses_other_words(tmp_path: Path) -> No
     assert load_stack({"primary": PRIMARY, "secondary": [disk]}).warm_start is None
     for wrong in ({"blocks": 1}, {"bandwidth": 0}, {"seconds": 0}, {"bytes": -1}):
         assert "warm_start." in refusal({"primary": PRIMARY, "secondary": [disk], "warm_start": wrong})
+
+
+# ------------------------------------------------------------------------------------------- the service of the machine
+
+MACHINE = {"socket": "/run/kv-tiering/cache.sock", "tiers": ["local", "s3"]}
+
+
+def test_a_service_of_the_machine_has_the_tiers_that_are_named() -> None:
+    stack = load_stack({"primary": PRIMARY, "machine": MACHINE})
+    assert [tier.tier_name for tier in stack.secondary] == ["local", "s3"]
+    again = load_stack(yaml.safe_load(stack.describe()))
+    assert again == stack
+    assert load_stack({"primary": PRIMARY}).machine is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"secondary": [{"type": "memory"}]}, "secondary: cannot be used with machine: the service hosts the tiers"),
+        ({"warm_start": {}}, "warm_start: cannot be used with machine: the service publishes no keys"),
+        ({"explain": {}}, "explain: cannot be used with machine"),
+        ({"events": True}, "events: cannot be used with machine"),
+        ({"mode": "simple"}, "machine: has no meaning in mode simple; leave it out"),
+        ({"machine": {**MACHINE, "tiers": ["local", "local"]}}, "machine.tiers[1]: 'local' is also the name of"),
+        ({"machine": {**MACHINE, "tiers": ["cpu"]}}, "machine.tiers[0]: 'cpu' is the name of the primary tier"),
+        ({"machine": {**MACHINE, "tiers": []}}, "machine.tiers"),
+        ({"machine": {**MACHINE, "socket": "/" + "x" * 107}}, "more than 107 bytes"),
+        ({"machine": "/run/kv-tiering/cache.sock"}, "machine: '/run/kv-tiering/cache.sock' is not a mapping of"),
+        ({"machine": {"tiers": ["local"]}}, "machine.socket: is missing"),
+    ],
+)
+def test_what_does_not_go_with_a_service_is_refused(words: dict[str, object], message: str) -> None:
+    assert message in refusal({"primary": PRIMARY, "machine": MACHINE, **words})

@@ -17,6 +17,7 @@ from tiering.cli.inspect import inspect_command
 from tiering.cli.remove import clear, gc
 from tiering.cli.replay import replay
 from tiering.cli.schema import schema
+from tiering.cli.serve import serve
 from tiering.cli.top import top
 from tiering.cli.trace import trace
 from tiering.cli.why import why
@@ -44,6 +45,7 @@ Examples:
   kv-tiering top http://127.0.0.1:8000
   kv-tiering why chatcmpl-1234
   kv-tiering schema > stack.schema.json
+  kv-tiering serve service.yaml --socket /run/kv-tiering/cache.sock
 """
 
 
@@ -83,7 +85,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, top, trace, why):
+for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, serve, top, trace, why):
     cli.add_command(command)
 
 

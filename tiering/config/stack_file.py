@@ -23,10 +23,8 @@ from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import StackSource, escaped, read_source
 from tiering.errors import ConfigError
 from tiering.explain.past_blocks import MOST_TIERS
+from tiering.machine.options import LONGEST_SOCKET, MachineOptions
 from tiering.secondary.options import TierOptions, known_policy
-
-_LONGEST_SOCKET = 107
-"""Largest number of bytes of the path of a UNIX socket on Linux."""
 
 
 def _checked_revision(revision: str) -> str:
@@ -191,8 +189,8 @@ class ExplainOptions(Strict):
     @model_validator(mode="after")
     def _check_socket(self) -> ExplainOptions:
         length = 0 if self.socket is None else len(bytes(Path(self.socket).expanduser()))
-        if length > _LONGEST_SOCKET:
-            raise ValueError(f"socket: its path has {length} bytes; a UNIX socket's has at most {_LONGEST_SOCKET}")
+        if length > LONGEST_SOCKET:
+            raise ValueError(f"socket: its path has {length} bytes; a UNIX socket's has at most {LONGEST_SOCKET}")
         return self
 
 
@@ -206,6 +204,11 @@ class StackConfig(Strict):
     """The primary tier."""
     secondary: tuple[SecondaryTier, ...] = ()
     """The secondary tiers, fastest first; default none."""
+    machine: MachineOptions | None = None
+    """Service of this machine that hosts the secondary tiers, in place of ``secondary``; default None.
+
+    ``kv-tiering serve`` is the service. Engines of one machine then share the tiers.
+    """
     namespace: str = ""
     """Name of the cache; default empty. Stacks with different names never share blocks."""
     salt: str = ""
@@ -337,15 +340,42 @@ class StackConfig(Strict):
                     text = "promotes blocks of secondary tiers, and there are none; add one, or leave it out"
                     problems.append(Problem(where, text))
         problems += self._check_mode()
+        problems += self._check_machine()
         if problems:
             raise Problems(problems)
+        if self.machine is not None:
+            object.__setattr__(self, "secondary", self.machine.tier_options())  # the model is frozen from here on
         return self
+
+    def _check_machine(self) -> list[Problem]:
+        """Refuse what a service of this machine does not do for its engines."""
+        machine = self.machine
+        if machine is None or self.mode == "simple":
+            return []
+        refused = [
+            (bool(self.secondary), "secondary", "the service hosts the tiers; leave one of the two words out"),
+            (self.warm_start is not None, "warm_start", "the service publishes no keys; leave it out"),
+            (self.explain is not None, "explain", "it does not follow the tiers of another process; leave it out"),
+            (self.events, "events", "the tiers of another process announce no blocks; leave it out"),
+        ]
+        problems = [Problem((word,), f"cannot be used with machine: {why}") for wrong, word, why in refused if wrong]
+        problems += [
+            Problem(("machine", "tiers", index), f"{name!r} is also the name of machine.tiers[{other}]; name each once")
+            for index, other, name in _repeated(machine.tiers)
+        ]
+        problems += [
+            Problem(("machine", "tiers", index), f"{PRIMARY_TIER!r} is the name of the primary tier")
+            for index, name in enumerate(machine.tiers)
+            if name == PRIMARY_TIER
+        ]
+        return problems
 
     def _check_warm_start(self) -> list[Problem]:
         """Refuse a warm start without a tier that outlives the process and keeps documents."""
         kept = [tier_definition(tier.type) for tier in self.secondary]
         # The tiers that need a revision keep no documents.
-        if self.warm_start is None or self.mode == "simple" or any(t.persistent and not t.needs_revision for t in kept):
+        simple, serviced = self.mode == "simple", self.machine is not None
+        if self.warm_start is None or simple or serviced or any(t.persistent and not t.needs_revision for t in kept):
             return []
         text = "needs a secondary tier that outlives the engine and keeps documents: local, object, s3 or valkey"
         return [Problem(("warm_start",), f"{text}; add one, or leave warm_start out")]
@@ -380,6 +410,8 @@ class StackConfig(Strict):
         for tier, section in zip(self.secondary, words["secondary"], strict=True):
             for word in tier.unsupported:
                 section.pop(word, None)
+        if self.machine is not None:
+            del words["secondary"]
         dumped = _map_text(masked("", words), escaped)
         return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
 

@@ -1,0 +1,354 @@
+"""The service takes engines of its user whose messages are right, and releases unused rows."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.machine.engines import SmallEngine
+from tests.machine.hosts import service_in_thread, stack_of
+from tests.machine.test_tier import machine_tier
+from tiering.cli.serve import check_service
+from tiering.config.stack_file import load_stack
+from tiering.errors import ConfigError, RegionError, TieringError
+from tiering.machine.link import ServiceSocket, greet
+from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
+from tiering.machine.rows import RowSpace, check_rows
+from tiering.machine.service import MachineService
+from tiering.machine.words import Greeting
+from tiering.primary.memory.region import SharedRegion
+from tiering.secondary.contract import TierContext
+from tiering.testing.clock import until
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import key_of
+from tiering.testing.tier_rig import TierRig
+
+MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB"}
+STRIDE = 4096
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache.sock"
+
+
+@pytest.fixture
+def service(path: Path) -> Iterator[MachineService]:
+    with service_in_thread(path, MEMORY) as running:
+        yield running
+
+
+def greeting(**words: Any) -> Greeting:
+    return Greeting(**{"tier": "local", "parameters": "{}", "group_bytes": (64,), "rows": 8, "stride": STRIDE, **words})
+
+
+class Raw:
+    """A connection that sends any records."""
+
+    def __init__(self, path: Path, **words: Any) -> None:
+        self.region = SharedRegion.create(8, STRIDE)
+        self.connection: ServiceSocket = greet(str(path), greeting(**words).text(), (self.region.fd,))
+        self.connection.socket.settimeout(30.0)
+
+    def send(self, *records: Record) -> None:
+        for message, _ in messages(map(pack, records), self.connection.sent):
+            self.connection.socket.send(message)
+            self.connection.sent += 1
+
+    def receive(self, kind: Kind) -> Record:
+        """Return the next record of a kind."""
+        while True:
+            message = self.connection.socket.recv(MAX_MESSAGE + 1)
+            assert message, "the connection ended"
+            self.connection.received += 1
+            for record in read(message, self.connection.received - 1):
+                if record.kind == kind:
+                    return record
+
+    def ended(self) -> bool:
+        """Read until the end of the connection, and return True if the service has bidden farewell."""
+        kinds: list[int] = []
+        try:
+            while message := self.connection.socket.recv(MAX_MESSAGE + 1):
+                kinds += [record.kind for record in read(message, self.connection.received)]
+                self.connection.received += 1
+        except ConnectionResetError:
+            return False
+        return bool(kinds) and kinds[-1] == Kind.BYE
+
+    def close(self) -> None:
+        self.connection.close()
+        self.region.close()
+
+
+@pytest.fixture
+def raw(path: Path) -> Iterator[Callable[..., Raw]]:
+    made: list[Raw] = []
+
+    def make(**words: Any) -> Raw:
+        made.append(Raw(path, **words))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# --------------------------------------------------------------------------------------------------------- connections
+
+
+def test_only_the_user_may_connect(service: MachineService, path: Path) -> None:
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_new_directory_is_private(tmp_path: Path) -> None:
+    with service_in_thread(tmp_path / "new" / "cache.sock", MEMORY):
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o750
+
+
+def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="others may replace the socket"):
+        MachineService(tmp_path / "open" / "cache.sock", {}, most_bytes=1).listen()
+
+
+def test_a_second_service_on_one_socket_is_refused(service: MachineService, path: Path) -> None:
+    with pytest.raises(ConfigError, match="another service listens there"):
+        MachineService(path, {}, most_bytes=1).listen()
+    assert greet(str(path), Greeting("").text(), ()).tiers == ["local"]
+
+
+def test_the_socket_of_a_killed_service_is_replaced_and_another_file_is_not(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(os.fspath(path))
+    with service_in_thread(path, MEMORY):
+        pass
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is there and is no socket"):
+        MachineService(path, {}, most_bytes=1).listen()
+    assert path.read_text() == "mine"
+
+
+def test_another_version_is_refused_with_both_versions(service: MachineService, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(30.0)
+        peer.connect(os.fspath(path))
+        ((message, _),) = messages([pack(Record(Kind.HELLO, text=Greeting("").text()))], 0)
+        peer.send(message[:4] + struct.pack("<H", VERSION + 1) + message[6:])
+        (answer,) = read(peer.recv(MAX_MESSAGE), 0)
+    assert answer.kind == Kind.REFUSED
+    assert f"version {VERSION + 1} of the messages, this one {VERSION}" in answer.text.decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"tier": "other"}, "no tier 'other'; it has local"),
+        ({"rows": 1 << 20}, "raise it there"),
+        ({"rows": 9}, "the rows' file has"),
+        ({"weights": "odd"}, "weights"),
+        ({"stride": 100}, "do not hold the blocks"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_gets_the_reason(
+    service: MachineService, path: Path, words: dict[str, Any], reason: str
+) -> None:
+    region = SharedRegion.create(7, STRIDE)
+    with pytest.raises(TieringError, match=reason):
+        greet(str(path), greeting(**words).text(), (region.fd,))
+    region.close()
+
+
+def test_other_geometry_in_one_namespace_is_refused(
+    service: MachineService, path: Path, raw: Callable[..., Raw]
+) -> None:
+    raw()
+    region = SharedRegion.create(8, STRIDE)
+    with pytest.raises(TieringError, match="blocks of other sizes"):
+        greet(str(path), greeting(group_bytes=(65,)).text(), (region.fd,))
+    region.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record(Kind.LOAD, 1, keys=[key_of(1)], rows=[8]),
+        Record(Kind.LOAD, 1, keys=[key_of(1), key_of(2)], rows=[1, 1]),
+        Record(Kind.LOAD, 1, keys=[key_of(1)]),
+        Record(Kind.STORE, 1, keys=[key_of(1, group=1)], rows=[0]),
+        Record(Kind.LOOKUP, 1),
+        Record(Kind.RESET, text=b"odd"),
+        Record(Kind.RESET, text=b"start"),
+        Record(Kind.HELLO),
+        Record(99),
+    ],
+)
+def test_records_that_break_the_protocol_end_the_connection(
+    service: MachineService, raw: Callable[..., Raw], record: Record
+) -> None:
+    bad, good = raw(), raw()
+    bad.send(record)
+    assert bad.ended()
+    good.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+    assert good.receive(Kind.ANSWER).number == 5
+
+
+def test_keys_of_another_length_than_those_of_the_namespace_end_the_connection(
+    service: MachineService, raw: Callable[..., Raw]
+) -> None:
+    good, bad = raw(), raw()
+    good.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+    assert good.receive(Kind.ANSWER).number == 5
+    bad.send(Record(Kind.USED, keys=[b"x" + key_of(1)]))
+    assert bad.ended()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_ends_its_connection_and_nothing_else(
+    service: MachineService, path: Path, raw: Callable[..., Raw], seed: int
+) -> None:
+    rng = random.Random(seed)
+    good = raw()
+    for _ in range(40):
+        noisy = raw()
+        ((message, _),) = messages([pack(Record(Kind.STORE, 1, keys=[key_of(1)], rows=[0]))], noisy.connection.sent)
+        damaged = bytearray(message)
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        noisy.connection.socket.send(bytes(damaged))
+        noisy.close()
+    good.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+    assert good.receive(Kind.ANSWER).number == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_of_engines_lie_apart_and_their_place_is_used_again() -> None:
+    space, one, two = RowSpace(STRIDE, 1 << 30), SharedRegion.create(4, STRIDE), SharedRegion.create(4, STRIDE)
+    first, second = space.add(one.fd, 4), space.add(two.fd, 4)
+    space.array[first + 1] = 1
+    space.array[second + 1] = 2
+    assert (one.array[1] == 1).all()
+    assert (two.array[1] == 2).all()
+    assert not one.array[0].any()
+    space.remove(first)
+    assert space.add(two.fd, 4) == first
+    with pytest.raises(RegionError, match="do not fit"):
+        RowSpace(STRIDE, 3 * STRIDE).add(one.fd, 4)
+    one.close()
+    two.close()
+
+
+def test_files_that_others_could_cut_are_refused(tmp_path: Path) -> None:
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, STRIDE)
+    os.fchmod(loose, 0o666)
+    on_disk = os.open(tmp_path / "rows", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(on_disk, STRIDE)
+    os.fchmod(on_disk, 0o666)
+    for fd in (loose, on_disk):
+        with pytest.raises(RegionError):
+            check_rows(fd, STRIDE)
+        os.close(fd)
+    region = SharedRegion.create(1, STRIDE)
+    check_rows(region.fd, STRIDE)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(region.fd, 0)
+    region.close()
+
+
+def test_the_service_keeps_rows_until_the_io_has_ended(path: Path) -> None:
+    """An engine that leaves with a load under way gets its farewell when the load has ended, not before."""
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, held={key_of(1)}))
+        return made[-1]
+
+    with service_in_thread(path, MEMORY, slow=build):
+        one = Raw(path, tier="slow")
+        state = one.receive(Kind.STATE)
+        one.send(Record(Kind.FOLLOWED, state.number), Record(Kind.LOAD, 7, seconds=60.0, keys=[key_of(1)], rows=[3]))
+        assert until(lambda: bool(made[0].loads), 30.0)
+        one.connection.leave()
+        one.connection.socket.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            one.ended()
+        one.connection.socket.settimeout(30.0)
+        made[0].finish(made[0].loads[0])
+        assert one.ended()
+        one.close()
+
+
+def test_a_tier_that_raises_is_out_of_service_and_the_others_serve(path: Path) -> None:
+    def build(context: TierContext) -> FakeTier:
+        return FakeTier(context.name, raises={"touch"})
+
+    with service_in_thread(path, MEMORY, bad=build):
+        one, good = Raw(path, tier="bad"), Raw(path)
+        state = one.receive(Kind.STATE)
+        one.send(Record(Kind.FOLLOWED, state.number), Record(Kind.TOUCH, flag=1, keys=[key_of(1)]))
+        while one.receive(Kind.STATE).flag:
+            pass
+        good.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+        assert good.receive(Kind.ANSWER).number == 5
+        one.close()
+        good.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def test_an_engine_with_a_refused_greeting_runs_without_the_tier(
+    service: MachineService, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SmallEngine(path, ("other",))
+    engine.store(range(4))
+    assert engine.load(range(4)) == ([0, 1, 2, 3], [])
+    engine.close()
+    assert caplog.text.count("no service; the engine runs without the tier") == 1
+
+
+def test_rows_without_a_descriptor_are_refused(path: Path) -> None:
+    def build(context: TierContext) -> Any:
+        return machine_tier(TierContext("local", context.primary_view, (64,), context.namespace), path)
+
+    with pytest.raises(ConfigError, match="no descriptor"):
+        TierRig(build, group_bytes=(64,))
+
+
+# ------------------------------------------------------------------------------------------------- the service's stack
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"namespace": "a"}, "namespace: belongs into the stacks of the engines"),
+        ({"warm_start": {}}, "warm_start: belongs into the stacks of the engines"),
+        ({"secondary": []}, "secondary: must have 1 to 8 tiers"),
+        ({"secondary": [{**MEMORY, "primary_share": 0.2}]}, "concerns one engine's rows"),
+        ({"secondary": [{**MEMORY, "required": True}]}, "concerns one engine's rows"),
+        ({"secondary": [], "machine": {"socket": "/x", "tiers": ["local"]}}, "machine: belongs into the stacks"),
+        (
+            {
+                "revision": "r",
+                "secondary": [{"type": "mooncake", "master": "127.0.0.1:1", "metadata": "http://m"}],
+            },
+            "a service cannot host mooncake",
+        ),
+    ],
+)
+def test_words_of_engines_are_refused_in_the_stack_of_a_service(words: dict[str, Any], reason: str) -> None:
+    tiers = words.get("secondary", [{"type": "local", "path": "/x", "capacity": "1GiB"}])
+    with pytest.raises(ConfigError, match=reason):
+        check_service("stack", load_stack({**stack_of(), "secondary": tiers, **words}))
+    check_service("stack", load_stack(stack_of(MEMORY)))

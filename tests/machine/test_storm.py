@@ -1,0 +1,63 @@
+"""Either side is killed, stopped and resumed at any moment, and no engine gets wrong bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.machine.engines import StormProcess
+from tests.machine.hosts import service_process
+
+ROUNDS = int(os.environ.get("KV_MACHINE_ROUNDS", "6"))
+SEED = int(os.environ.get("KV_MACHINE_SEED", "0"))
+
+
+@pytest.mark.slow
+def test_kills_and_stops_of_either_side_never_give_wrong_bytes(tmp_path: Path) -> None:
+    seed = SEED
+    rng = random.Random(f"{seed} {ROUNDS}")
+    done: Counter[str] = Counter()
+    tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "4MiB"}
+    wrong: list[int] = []
+    promoted = 0
+    with service_process(tmp_path, tier) as service:
+        storms = [StormProcess(service.socket, seed * 1000 + number) for number in range(2)]
+        for turn in range(ROUNDS):
+            time.sleep(rng.uniform(0.0, 0.5))
+            what = rng.choice(("service", "engine", "stop service", "stop engine"))
+            done[what] += 1
+            if what == "service":
+                service.kill()
+                service.restart()
+            elif what == "engine":
+                victim = storms.pop(0)
+                victim.process.kill()
+                victim.process.join()
+                victim.drain()
+                wrong += victim.wrong
+                promoted += victim.promoted
+                storms.append(StormProcess(service.socket, 100_000 * seed + turn + 10))
+            else:
+                pid = service.process.pid if what == "stop service" else storms[0].process.pid
+                assert pid is not None
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(rng.uniform(0.0, 0.6))
+                os.kill(pid, signal.SIGCONT)
+            for storm in storms:
+                storm.drain()
+        time.sleep(1.0)
+        for storm in storms:
+            storm.end()
+            wrong += storm.wrong
+            promoted += storm.promoted
+        assert service.process.poll() is None, service.log
+        assert service.end() == 0
+    print(f"{dict(done)}, {promoted} blocks came from the service")
+    assert wrong == []
+    assert promoted > 0

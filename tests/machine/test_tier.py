@@ -1,0 +1,42 @@
+"""The conformance suite, for a tier of the service as an engine uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.machine.hosts import service_in_thread
+from tests.medium.named_memory import RawMemory
+from tiering.machine.options import MACHINE_TYPE, MachineTierOptions
+from tiering.machine.tier import MACHINE_TIER
+from tiering.medium.block_store import Place
+from tiering.secondary.contract import SecondaryTierManager, TierContext
+from tiering.testing.tier_tests import TierTests
+from tiers.memory import drop_medium, shared_medium
+
+
+def machine_tier(context: TierContext, socket: Path, **words: object) -> SecondaryTierManager:
+    """Return the tier of the context's name, through the service at ``socket``."""
+    options = MachineTierOptions.model_validate(
+        {"type": MACHINE_TYPE, "name": context.name, "socket": str(socket), **words}
+    )
+    return MACHINE_TIER.build(options, context)
+
+
+class TestMachineTierOverMemory(RawMemory, TierTests):
+    @pytest.fixture(autouse=True)
+    def _service(self, tmp_path: Path) -> Iterator[None]:
+        self.memory = shared_medium("machine")
+        self._socket = tmp_path / "cache.sock"
+        tier = {"type": "memory", "name": "conformance", "capacity": "16MiB", "share": "machine"}
+        with service_in_thread(self._socket, tier):
+            yield
+        drop_medium("machine")
+
+    def make_tier(self, context: TierContext) -> SecondaryTierManager:
+        return machine_tier(context, self._socket)
+
+    def raw_places(self) -> Sequence[Place]:
+        return list(self.memory.frames)

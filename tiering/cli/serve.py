@@ -1,0 +1,106 @@
+"""``serve``: one process hosts the secondary tiers of a machine for all its engines."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+
+from tiering.api.masking import guard_logs
+from tiering.cli.parameters import stack_argument
+from tiering.cli.transfer_config import stack_at
+from tiering.config.problems import Problem, refuse
+from tiering.config.registry import tier_definition
+from tiering.config.stack_file import StackConfig
+from tiering.errors import TieringError
+from tiering.machine.options import LONGEST_SOCKET, MOST_TIERS
+from tiering.machine.service import MachineService, TierBuilder
+
+_ENGINES: Sequence[str] = (
+    *("machine", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
+    *("events", "hints", "mode", "lazy_offload", "reset_deadline", "open_deadline"),
+)
+"""Words of a stack that concern one engine."""
+
+_HOSTED = ("local", "memory", "object", "s3", "valkey")
+_OF_ENGINES = ("primary_share", "min_prefix_blocks", "required")
+
+
+@click.command()
+@stack_argument
+@click.option(
+    "--socket",
+    "path",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="UNIX socket on which engines connect; its directory must be this user's.",
+)
+def serve(stack: str, path: Path) -> int:
+    """Host the secondary tiers of STACK for all engines of this machine.
+
+    Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
+    a bucket. The capacity of the primary tier bounds the rows of one engine. SIGTERM or Ctrl-C ends the service once
+    all I/O has ended.
+
+    \b
+    Example:
+      kv-tiering serve service.yaml --socket /run/kv-tiering/cache.sock
+    """
+    config = stack_at(stack)
+    check_service(stack, config)
+    if len(bytes(path)) > LONGEST_SOCKET:
+        raise click.UsageError(f"--socket: the path has more than {LONGEST_SOCKET} bytes")
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    guard_logs()
+    service = MachineService(
+        path.absolute(),
+        builders(config),
+        most_bytes=config.primary.capacity,
+        shutdown_seconds=config.shutdown_deadline,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
+    service.listen()
+    if not service.run():
+        raise TieringError("some I/O did not end in time")
+    return 0
+
+
+def builders(config: StackConfig) -> dict[str, TierBuilder]:
+    """Return the function that builds each tier of a service's stack, by name."""
+    return {options.tier_name: partial(tier_definition(options.type).build, options) for options in config.secondary}
+
+
+def check_service(name: str, config: StackConfig) -> None:
+    """Refuse words that have no meaning in the stack of a service.
+
+    Args:
+        name: name of the stack in the message.
+        config: the stack.
+
+    Raises:
+        ConfigError: the stack has such words, or no tiers.
+    """
+    problems = [
+        Problem((word,), "belongs into the stacks of the engines; leave it out")
+        for word in _ENGINES
+        if getattr(config, word) != type(config).model_fields[word].default
+    ]
+    if not config.secondary or len(config.secondary) > MOST_TIERS:
+        problems.append(Problem(("secondary",), f"must have 1 to {MOST_TIERS} tiers for the engines"))
+    for index, tier in enumerate(config.secondary):
+        if config.machine is None and tier.type not in _HOSTED:
+            text = f"a service cannot host {tier.type}; it can host {', '.join(_HOSTED)}"
+            problems.append(Problem(("secondary", index, "type"), text))
+        problems += [
+            Problem(("secondary", index, word), "concerns one engine's rows; the service has none, leave it out")
+            for word in _OF_ENGINES
+            if word in type(tier).model_fields and getattr(tier, word) != type(tier).model_fields[word].default
+        ]
+    if problems:
+        refuse(name, problems)

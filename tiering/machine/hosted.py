@@ -1,0 +1,469 @@
+"""A tier of the service: the jobs, lookups and notices of all engines of one namespace, in one place.
+
+A read of a block that another engine is reading does not go to the medium: it waits for that read, and its row gets a
+copy of the verified bytes before the first engine has its row back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from tiering.api.keys import GROUP_BYTES, OffloadKey
+from tiering.api.request import ReqContext
+from tiering.block_tier.tier import BlockTier
+from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
+from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
+from tiering.runtime.pool import ThreadPool
+from tiering.secondary.contract import JobResult, SecondaryTierManager, TierIntake, TransferJob
+
+_log = logging.getLogger("kv_tiering.machine")
+
+MOST_STORES = 256
+"""Largest number of blocks of stores that all engines together may have with a tier."""
+
+MOST_JOBS = 4096
+"""Largest number of jobs that one engine may have in flight; one with more breaks the protocol."""
+
+MOST_LOOKUPS = 4096
+"""Largest number of undecided lookups of one engine; one with more breaks the protocol."""
+
+STATE_SECONDS = 1.0
+"""Seconds after which an engine gets the statistics although nothing has changed."""
+
+
+class Engine(Protocol):
+    """One connection of an engine, as its tier uses it."""
+
+    name: str
+    """Name of the connection, which precedes those of its requests."""
+    first_row: int
+    """Number of the engine's first row among all rows."""
+    num_rows: int
+    """Number of the engine's rows."""
+    weights: str
+    """State of the weights that the engine computes with."""
+    generation: int
+    """Generation that the engine's rows belong to; -1 before it is known."""
+    jobs: int
+    """Number of jobs of the engine that have not ended."""
+    leaving: bool
+    """True if nothing is read from the engine any more."""
+
+    @property
+    def behind(self) -> bool:
+        """True if the engine does not read what was sent; states and wishes can then wait."""
+
+    def send(self, record: Record) -> None:
+        """Send a record as soon as there is room."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineJob:
+    """A job of an engine."""
+
+    engine: Engine
+    """The engine."""
+    number: int
+    """Its number at the engine."""
+    keys: Sequence[OffloadKey]
+    """Its keys."""
+    rows: Sequence[int]
+    """Row of each key, among all rows."""
+    request: ReqContext
+    """The request, under a name that no other engine uses."""
+    deadline: float
+    """Time by which it should have ended."""
+    is_fill: bool
+    """True for a store of blocks that were promoted."""
+    arrived: bytearray
+    """1 for each key that succeeded."""
+    left: int
+    """Number of keys whose outcome is not known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read of one block from the medium, and the rows that wait for it."""
+
+    row: int
+    followers: list[tuple[EngineJob, int]] = field(default_factory=list)
+    """Jobs, and the positions of the block in them."""
+
+
+class HostedTier:
+    """One tier of one namespace; the service's thread calls all methods.
+
+    Args:
+        tier: the tier.
+        rows: the rows of all engines.
+        groups: bytes of a block, per KV-cache group.
+        copiers: threads that copy blocks between rows.
+        copied: function that is called, from any thread, when copies have ended.
+        clock: function that returns monotonic seconds.
+        weights: state of the weights for which the tier was built.
+        generations: source of numbers of generations, which never returns one twice.
+    """
+
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        rows: np.ndarray,
+        groups: Sequence[int],
+        copiers: ThreadPool,
+        copied: Callable[[], None],
+        clock: Callable[[], float],
+        weights: str,
+        generations: Iterator[int],
+    ) -> None:
+        self.tier = tier
+        """The tier."""
+        self.weights = weights
+        """State of the weights that computed the tier's blocks."""
+        self.generation = next(generations)
+        """Number that changes whenever all engines have to empty their rows."""
+        self.resetting = False
+        """True while the medium has not confirmed a reset."""
+        self.failed = False
+        """True if the tier broke its contract."""
+        self.superseded = False
+        """True if the tier has found a new common epoch."""
+        self.engines: list[Engine] = []
+        """The connected engines."""
+        self.reads_saved = 0
+        """Number of blocks that were copied from another engine's read."""
+        self.epoch = ""
+        """Common epochs of the stack's shared media, which the service sets."""
+        self._generations = generations
+        self._rows = rows
+        self._groups = groups
+        self._copiers = copiers
+        self._copied = copied
+        self._clock = clock
+        self._intake = tier.traits.intake or TierIntake()
+        self._part = tier.traits.max_load_blocks or MAX_KEYS
+        self._key_bytes = 0
+        """Length of a key, the same in all engines of a namespace; 0 before the first."""
+        self._numbers = 0
+        self._jobs: dict[int, tuple[EngineJob, Sequence[int]]] = {}
+        self._reading: dict[OffloadKey, _Read] = {}
+        self._stores: deque[tuple[EngineJob, list[int]]] = deque()
+        self._lookups: deque[tuple[Engine, Record, float]] = deque()
+        self._done: deque[list[tuple[EngineJob, int, bool]]] = deque()
+        self._told: dict[Engine, tuple[object, float]] = {}
+        self._fresh_results: set[Engine] = set()
+
+    # ------------------------------------------------------------------------------------------------------ the engines
+
+    def attached(self, engine: Engine) -> bool:
+        """Return True if blocks of ``engine`` and of the tier may meet."""
+        return (
+            engine.weights == self.weights
+            and engine.generation == self.generation
+            and not self.resetting
+            and not self.failed
+            and not engine.leaving
+        )
+
+    def leave(self, engine: Engine) -> None:
+        """Drop what ``engine`` waits for; jobs that have begun go on."""
+        for job, positions in [waiting for waiting in self._stores if waiting[0].engine is engine]:
+            self._stores.remove((job, positions))
+            self._end([(job, position, False) for position in positions])
+        self._lookups = deque(lookup for lookup in self._lookups if lookup[0] is not engine)
+        self._told.pop(engine, None)
+        if engine in self.engines:
+            self.engines.remove(engine)
+
+    def take(self, engine: Engine, record: Record) -> None:
+        """Process a record of an engine.
+
+        Raises:
+            MessageError: the record breaks the protocol.
+        """
+        kind = record.kind
+        if record.keys:
+            self._key_bytes = self._key_bytes or len(record.keys[0])
+            if len(record.keys[0]) != self._key_bytes:
+                raise MessageError(f"keys have {len(record.keys[0])} bytes, others of the namespace {self._key_bytes}")
+        if kind in (Kind.STORE, Kind.LOAD):
+            self._take_job(engine, record)
+        elif kind == Kind.LOOKUP:
+            self._take_lookup(engine, record)
+        elif kind == Kind.FOLLOWED:
+            engine.generation = record.number
+            self._told.pop(engine, None)
+        elif kind == Kind.RESET:
+            engine.weights = checked_weights(record.text)
+            if engine.weights != self.weights or revision_of(engine.weights) is None:
+                self.move(engine.weights)
+        elif kind == Kind.TOUCH:
+            if self.attached(engine):
+                self.tier.touch(record.keys, self._request(engine, record), used=bool(record.flag))
+        elif kind == Kind.USED:
+            if self.attached(engine) and record.keys:
+                self._intake.used(record.keys, self._request(engine, record))
+        elif kind == Kind.FINISHED:
+            released = record.keys if self.attached(engine) else ()
+            self.tier.on_request_finished(self._request(engine, record), released)
+        else:
+            raise MessageError(f"an engine sent a record of kind {kind}")
+
+    def _request(self, engine: Engine, record: Record) -> ReqContext:
+        name = record.text[:1000].decode(errors="replace")
+        return ReqContext(f"{engine.name}/{name}" if name else "")
+
+    def move(self, weights: str) -> None:
+        """Invalidate all blocks, for engines with other weights; the tier cannot go back to :data:`START`."""
+        if weights == START:
+            raise MessageError("a reset has no state of the weights")
+        self._drop_stores()
+        self.weights = weights
+        self.resetting = not self.tier.reset(self._clock(), revision_of(weights))
+
+    def follow(self) -> None:
+        """Enter a new common epoch; engines come back once they have emptied their rows."""
+        self._drop_stores()
+        self.superseded = False
+        self.generation = next(self._generations)
+        self.resetting = not self.tier.reset(self._clock(), None, True)
+
+    def fail(self) -> None:
+        """Serve no engine any more, because the tier broke its contract."""
+        self.failed = True
+        self._drop_stores()
+        while self._lookups:
+            engine, record, _ = self._lookups.popleft()
+            engine.send(Record(Kind.ANSWER, record.number, seconds=-1.0))
+        for engine in self.engines:
+            words = State(self.weights, self.epoch, 1, {}).text()
+            engine.send(Record(Kind.STATE, self.generation, 0, text=words))
+
+    def _drop_stores(self) -> None:
+        while self._stores:
+            job, positions = self._stores.popleft()
+            self._end([(job, position, False) for position in positions])
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def _take_job(self, engine: Engine, record: Record) -> None:
+        rows = np.asarray(record.rows, np.int64)
+        groups = {int.from_bytes(key[-GROUP_BYTES:], "big") for key in record.keys}
+        if not len(rows) or int(rows.max()) >= engine.num_rows or len({*record.rows}) < len(rows):
+            raise MessageError("a job has rows beyond those of its engine, one row twice, or none")
+        if max(groups) >= len(self._groups) or engine.jobs >= MOST_JOBS:
+            raise MessageError("a job has keys of unknown groups, or there are too many jobs")
+        now, count = self._clock(), len(record.keys)
+        job = EngineJob(
+            engine,
+            record.number,
+            record.keys,
+            (rows + engine.first_row).tolist(),
+            self._request(engine, record),
+            now + max(0.0, record.seconds),
+            bool(record.flag),
+            bytearray(count),
+            count,
+        )
+        engine.jobs += 1
+        if not self.attached(engine):
+            self._end([(job, position, False) for position in range(count)])
+        elif record.kind == Kind.LOAD:
+            self._load(job)
+        else:
+            admitted = self._intake.admit(job.keys, job.request, job.is_fill)
+            positions = list(range(count)) if admitted is None else [int(position) for position in admitted]
+            declined = set(range(count)).difference(positions)
+            if positions:
+                self._stores.append((job, positions))
+            self._end([(job, position, False) for position in sorted(declined)])
+            self._pump()
+
+    def _load(self, job: EngineJob) -> None:
+        """Read the blocks that no engine is reading, and wait for the others."""
+        mine: list[int] = []
+        for position, key in enumerate(job.keys):
+            read = self._reading.get(key)
+            if read is None:
+                self._reading[key] = _Read(job.rows[position])
+                mine.append(position)
+            else:
+                read.followers.append((job, position))
+        for first in range(0, len(mine), self._part):
+            self._submit(job, mine[first : first + self._part], load=True)
+
+    def _pump(self) -> None:
+        """Submit as many blocks of waiting stores as the tier has credit for."""
+        while self._stores:
+            wanted = sum(len(positions) for _, positions in self._stores)
+            credit = self._intake.credit(wanted, 0.1)
+            room = wanted if credit is None else int(credit)
+            if room <= 0:
+                return
+            while self._stores and room > 0:
+                job, positions = self._stores.popleft()
+                if len(positions) > room:
+                    self._stores.appendleft((job, positions[room:]))
+                    positions = positions[:room]
+                room -= len(positions)
+                self._submit(job, positions, load=False)
+            if credit is None:
+                return
+
+    def _submit(self, job: EngineJob, positions: Sequence[int], *, load: bool) -> None:
+        self._numbers += 1
+        self._jobs[self._numbers] = job, positions
+        order = TransferJob(
+            self._numbers,
+            [job.keys[position] for position in positions],
+            np.array([job.rows[position] for position in positions], np.int64),
+            load,
+            job.request,
+            self._clock(),
+            job.is_fill,
+            job.deadline,
+        )
+        (self.tier.submit_load if load else self.tier.submit_store)(order)
+
+    def _finish(self, result: JobResult) -> None:
+        """Take the result of a job of the tier, and begin the copies that wait for it."""
+        job, positions = self._jobs.pop(result.job_id)
+        keys = [job.keys[position] for position in positions]
+        good = set(keys if result.success else ()) if result.successful_keys is None else set(result.successful_keys)
+        ended: list[tuple[EngineJob, int, bool]] = []
+        copied: list[tuple[EngineJob, int, bool]] = []
+        refused: list[tuple[EngineJob, int, bool]] = []
+        copies: list[tuple[int, list[int]]] = []
+        for position, key in zip(positions, keys, strict=True):
+            done = key in good
+            read = self._reading.get(key)
+            followers: list[tuple[EngineJob, int]] = []
+            if read is not None and read.row == job.rows[position]:
+                del self._reading[key]
+                followers = read.followers
+            if done and followers:
+                copies.append((job.rows[position], [other.rows[at] for other, at in followers]))
+                # The first engine has its row back after the copies.
+                copied += [(job, position, True), *((other, at, True) for other, at in followers)]
+                refused += [(job, position, True), *((other, at, False) for other, at in followers)]
+            else:
+                ended += [(job, position, done), *((other, at, False) for other, at in followers)]
+        self._end(ended)
+        if copies:
+            self.reads_saved += sum(len(rows) for _, rows in copies)
+            self._copiers.run(partial(self._copy, copies, copied), lambda _: self._settle(refused))
+
+    def _copy(self, copies: Sequence[tuple[int, Sequence[int]]], ended: list[tuple[EngineJob, int, bool]]) -> None:
+        """Copy rows; a thread of the copiers calls this method."""
+        rows = self._rows
+        for source, targets in copies:
+            for target in targets:
+                np.copyto(rows[target], rows[source])
+        self._settle(ended)
+
+    def _settle(self, ended: list[tuple[EngineJob, int, bool]]) -> None:
+        self._done.append(ended)
+        self._copied()
+
+    def _end(self, ended: Sequence[tuple[EngineJob, int, bool]]) -> None:
+        """Note the outcomes of keys, and report the jobs that have ended."""
+        for job, position, done in ended:
+            job.arrived[position] = done
+            job.left -= 1
+            if not job.left:
+                job.engine.jobs -= 1
+                self._fresh_results.add(job.engine)
+                job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
+
+    # ----------------------------------------------------------------------------------------------------------- lookup
+
+    def _take_lookup(self, engine: Engine, record: Record) -> None:
+        if not record.keys:
+            raise MessageError("a lookup has no keys")
+        if sum(1 for lookup in self._lookups if lookup[0] is engine) >= MOST_LOOKUPS:
+            raise MessageError("an engine has too many lookups")
+        if not self._answer(engine, record):
+            self._lookups.append((engine, record, self._clock() + min(record.seconds, 60.0)))
+
+    def _answer(self, engine: Engine, record: Record) -> bool:
+        """Answer a lookup, and return True if it was decided."""
+        if not self.attached(engine):
+            engine.send(Record(Kind.ANSWER, record.number, seconds=-1.0))
+            return True
+        held, undecided = self.tier.lookup_prefix(record.keys, self._request(engine, record))
+        if not undecided:
+            engine.send(Record(Kind.ANSWER, record.number, seconds=float(held)))
+        return not undecided
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    @property
+    def busy(self) -> bool:
+        """True if something may happen that nothing announces."""
+        return bool(self._jobs or self._lookups or self._stores or self.resetting)
+
+    def step(self) -> None:
+        """Collect results, answer lookups, submit stores, and send states."""
+        while self._done:
+            self._end(self._done.popleft())
+        for result in self.tier.get_finished():
+            self._finish(result)
+        now = self._clock()
+        for _ in range(len(self._lookups)):
+            engine, record, until = self._lookups.popleft()
+            if now >= until:
+                engine.send(Record(Kind.ANSWER, record.number, seconds=-1.0))
+            elif not self._answer(engine, record):
+                self._lookups.append((engine, record, until))
+        self._pump()
+        end = self.tier.on_schedule_end()
+        if end is not None:
+            if self.resetting and end.reset_done:
+                self.resetting = False
+            self.superseded = end.superseded
+            self._want(list(end.wanted))
+        self._report(now)
+
+    def _want(self, wanted: list[OffloadKey]) -> None:
+        for first in range(0, len(wanted), MAX_KEYS):
+            for engine in self.engines:
+                if self.attached(engine) and not engine.behind:
+                    engine.send(Record(Kind.WANTED, keys=wanted[first : first + MAX_KEYS]))
+
+    def _report(self, now: float) -> None:
+        """Send the state to the engines for which it has changed, and to those that got results."""
+        stats = self.tier.get_stats()
+        serving = bool(stats.available) and not self.resetting
+        flags = SERVING * serving | STORING * (serving and bool(stats.writable))
+        for engine in self.engines:
+            window = max(1, min(MOST_STORES, engine.num_rows // 4) // len(self.engines))
+            state = (flags, self.generation, self.weights, self.epoch, window)
+            told, when = self._told.get(engine, (None, 0.0))
+            if engine.behind or (told == state and now < when + STATE_SECONDS and engine not in self._fresh_results):
+                continue
+            self._told[engine] = state, now
+            words = State(self.weights, self.epoch, window, stats.as_dict()).text()
+            engine.send(Record(Kind.STATE, self.generation, flags, text=words))
+        self._fresh_results.clear()
+
+    @property
+    def shared(self) -> bool:
+        """True if other machines use the medium, so that its common epochs count."""
+        return not isinstance(self.tier, BlockTier) or self.tier.index.shared
+
+    @property
+    def medium_epoch(self) -> str:
+        """The epoch that a shared tier is in, as text."""
+        namespace = self.tier.namespace if isinstance(self.tier, BlockTier) else None
+        return UNKNOWN_EPOCH if namespace is None else namespace.fingerprint.hex()
+
+    @property
+    def idle(self) -> bool:
+        """True if no job is in flight."""
+        return not self._jobs and not self._stores and not self._done

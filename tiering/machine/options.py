@@ -1,0 +1,77 @@
+"""The words of an engine's stack for the service of its machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from tiering.api.units import Directory, Duration, Share, Strict
+from tiering.secondary.options import TierOptions
+
+MACHINE_TYPE = "tiering.machine.tier:MACHINE_TIER"
+"""Type of a tier of the service, as the registry finds it; stacks have the word ``machine``."""
+
+LONGEST_SOCKET = 107
+"""Largest number of bytes of the path of a UNIX socket on Linux."""
+
+MOST_TIERS = 8
+"""Largest number of tiers of a service."""
+
+
+def _checked_socket(path: str) -> str:
+    if len(path.encode(errors="surrogateescape")) > LONGEST_SOCKET:
+        raise ValueError(f"its path has more than {LONGEST_SOCKET} bytes, which is the limit for a UNIX socket")
+    return path
+
+
+Socket = Annotated[Directory, AfterValidator(_checked_socket)]
+"""Path of a UNIX socket."""
+
+
+class MachineTierOptions(TierOptions):
+    """One tier of the service, as an engine uses it."""
+
+    socket: Socket
+    """Path of the service's socket."""
+    load_deadline: Duration = 30.0
+    """Seconds that a request waits for a load; default 30."""
+    lookup_deadline: Duration = 0.25
+    """Seconds that the service may leave a lookup undecided before the answer is no; default 0.25."""
+    primary_share: Share = 0.5
+    """Largest share of the primary rows that running loads of this tier may hold; default 0.5."""
+
+
+class MachineOptions(Strict):
+    """The service of this machine that hosts the secondary tiers."""
+
+    socket: Socket
+    """Path of the socket that ``kv-tiering serve`` listens on."""
+    tiers: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], ...],
+        Field(min_length=1, max_length=MOST_TIERS),
+    ]
+    """Names of the service's tiers that this engine uses, fastest first."""
+    load_deadline: Duration = 30.0
+    """Seconds that a request waits for a load from one of them; default 30."""
+    lookup_deadline: Duration = 0.25
+    """Seconds that the service may leave a lookup undecided before the answer is no; default 0.25."""
+    primary_share: Share = 0.5
+    """Largest share of the primary rows that the running loads of one of them may hold; default 0.5.
+
+    A service that hangs holds no more rows than these.
+    """
+
+    def tier_options(self) -> tuple[MachineTierOptions, ...]:
+        """Return the options of each tier."""
+        return tuple(
+            MachineTierOptions(
+                type=MACHINE_TYPE,
+                name=name,
+                socket=self.socket,
+                load_deadline=self.load_deadline,
+                lookup_deadline=self.lookup_deadline,
+                primary_share=self.primary_share,
+            )
+            for name in self.tiers
+        )

@@ -1,0 +1,89 @@
+"""The service's side of a connection, and the tiers of a namespace with the rows of its engines."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from contextlib import ExitStack
+
+from tiering.api.namespace import Namespace
+from tiering.machine.hosted import HostedTier
+from tiering.machine.link import peer_pidfd
+from tiering.machine.messages import Record, messages, pack
+from tiering.machine.rows import RowSpace
+from tiering.machine.words import START
+
+MOST_BEHIND = 100
+"""Records that wait for an engine, beyond which it gets no states and wishes."""
+
+
+class Peer:
+    """One connection; see :class:`tiering.machine.hosted.Engine`."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.socket = connection
+        """The connection, which does not block."""
+        self.name = name
+        self.pidfd = peer_pidfd(connection)
+        """Descriptor that is readable once the engine's process is dead; -1 if there is none."""
+        self.hosted: HostedTier | None = None
+        """The tier that the engine uses."""
+        self.space: HostedNamespace | None = None
+        """The engine's namespace."""
+        self.tier = ""
+        """Name of the tier."""
+        self.first_row = self.num_rows = 0
+        self.weights = START
+        self.generation = -1
+        self.jobs = 0
+        self.leaving = False
+        self.gone = False
+        """True if nothing can be sent any more."""
+        self.received = self.sent = 0
+        """Number of the next message from the engine, and to it."""
+        self.out: deque[bytes] = deque()
+        """Packed records that wait for room in the socket."""
+
+    @property
+    def behind(self) -> bool:
+        return len(self.out) > MOST_BEHIND
+
+    def send(self, record: Record) -> None:
+        if not self.gone:
+            self.out.append(pack(record))
+
+    def flush(self) -> None:
+        """Send what fits into the socket."""
+        out = list(self.out)
+        for message, number in messages(out, self.sent):
+            try:
+                self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.leaving = self.gone = True
+                self.out.clear()
+                return
+            self.sent += 1
+            for _ in range(number):
+                self.out.popleft()
+
+
+class HostedNamespace:
+    """The tiers of one namespace, and the rows of its engines."""
+
+    def __init__(self, namespace: Namespace, groups: tuple[int, ...], stride: int) -> None:
+        self.namespace = namespace
+        """The namespace, in no epoch."""
+        self.groups = groups
+        """Bytes of a block, per KV-cache group."""
+        self.rows = RowSpace(stride)
+        """The rows of all its engines."""
+        self.tiers: dict[str, HostedTier] = {}
+        """The tiers by name, fastest first."""
+        self.broken: set[str] = set()
+        """Names of the tiers that broke their contract."""
+        self.peers: list[Peer] = []
+        """The connections of its engines."""
+        self.news = ExitStack()
+        """Ends the listening to the tiers' announcements."""

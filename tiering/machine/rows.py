@@ -1,0 +1,107 @@
+"""The rows of all engines of a namespace in one address range: a tier finds each by its number.
+
+The range is reserved once. The rows of an engine are mapped into it when the engine connects, and are replaced by
+nothing when its last job has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.errors import RegionError
+
+_PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x2
+_OTHERS = 0o077
+
+RESERVED_BYTES = 1 << 42
+"""Bytes of address space for the rows of all engines of a namespace; they take no memory."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_long)
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if found is None or found == _FAILED:
+        raise RegionError(
+            f"cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}; raise the address space limit (ulimit -v)"
+        )
+    return int(found)
+
+
+def check_rows(fd: int, nbytes: int) -> None:
+    """Check that ``fd`` is memory of this user with at least ``nbytes`` bytes that no death can take away.
+
+    Raises:
+        RegionError: the file is too small, not in memory, not private, or anyone with its name could cut it.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
+        raise RegionError(f"the rows' file has {found.st_size} bytes, not {nbytes}")
+    try:
+        sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK
+    except OSError as error:
+        raise RegionError(f"the rows' file is not in memory: {error.strerror}") from error
+    # Rows that several processes map have a name in /dev/shm until all have mapped them, and cannot be sealed.
+    if not sealed and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS):
+        raise RegionError("the rows' file is neither sealed nor private to this user")
+
+
+class RowSpace:
+    """Rows of one stride, of any engine.
+
+    Args:
+        stride: bytes from one row to the next, a multiple of the page size.
+        reserved: bytes of address space to reserve.
+
+    Raises:
+        RegionError: the address space cannot be reserved.
+    """
+
+    def __init__(self, stride: int, reserved: int = RESERVED_BYTES) -> None:
+        self.stride = stride
+        """Bytes from one row to the next."""
+        self._num_rows = reserved // stride
+        self._address = _map(None, self._num_rows * stride, _PROT_NONE, _NOTHING)
+        kind = ctypes.c_uint8 * (self._num_rows * stride)
+        flat = np.ctypeslib.as_array(kind.from_address(self._address))
+        self.array: NDArray[np.uint8] = flat.reshape(self._num_rows, stride)
+        """All rows; only those of connected engines may be touched."""
+        self._taken: dict[int, int] = {}
+        """Number of rows by their first row."""
+
+    def add(self, fd: int, num_rows: int) -> int:
+        """Map the first ``num_rows`` rows of ``fd``, and return the number of the first one.
+
+        Raises:
+            RegionError: there is no room, or the file is not allowed (:func:`check_rows`).
+        """
+        check_rows(fd, num_rows * self.stride)
+        first = 0
+        for start in sorted(self._taken):
+            if start - first >= num_rows:
+                break
+            first = start + self._taken[start]
+        if first + num_rows > self._num_rows:
+            raise RegionError(f"{num_rows} more rows do not fit into the reserved address space")
+        at = self._address + first * self.stride
+        _map(at, num_rows * self.stride, _PROT_RW, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        self._taken[first] = num_rows
+        return first
+
+    def remove(self, first: int) -> None:
+        """Unmap the rows from ``first`` on; nothing touches them any more."""
+        nbytes = self._taken.pop(first) * self.stride
+        _map(self._address + first * self.stride, nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED)

@@ -1,0 +1,467 @@
+"""The service of a machine: one process and one thread that own the secondary tiers of all engines.
+
+Each tier of an engine has a connection of its own. All engines of one namespace share the tiers of that namespace. The
+thread waits for messages and announcements, and then runs a step of every tier, as a manager does.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import selectors
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from tiering.api.masking import mask_text
+from tiering.api.namespace import Namespace
+from tiering.api.units import format_bytes
+from tiering.errors import ConfigError, TieringError
+from tiering.machine.hosted import HostedTier
+from tiering.machine.link import peer_uid
+from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, read
+from tiering.machine.peers import HostedNamespace, Peer
+from tiering.machine.words import START, Greeting, revision_of
+from tiering.runtime.news import News
+from tiering.runtime.pool import ThreadPool
+from tiering.runtime.ratelimit import RateLimit
+from tiering.secondary.agreement import EpochAgreement
+from tiering.secondary.contract import SecondaryTierManager, TierContext
+
+_log = logging.getLogger("kv_tiering.machine")
+
+MOST_CONNECTIONS = 256
+"""Largest number of connections; a further one is refused."""
+
+MOST_NAMESPACES = 16
+"""Largest number of namespaces, each with tiers of its own."""
+
+MESSAGES_PER_TURN = 16
+"""Messages that are read from one engine before the others have their turn."""
+
+COPY_THREADS = 4
+"""Threads that copy blocks from one engine's rows to another's."""
+
+BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
+"""Longest wait while something is in flight, and otherwise."""
+
+_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 10.0
+_LOG_SECONDS = 30.0
+_NOBODY = 65534
+_MOST_FDS = 4
+
+TierBuilder = Callable[[TierContext], SecondaryTierManager]
+"""Function that returns a tier that is not open."""
+
+
+class MachineService:
+    """Hosts tiers for the engines of a machine; :meth:`run` is its thread.
+
+    Args:
+        path: path of the socket.
+        builders: function that builds each tier, by the tier's name, fastest first.
+        most_bytes: largest number of bytes of the rows of one engine.
+        shutdown_seconds: seconds that the end may take.
+        clock: function that returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        builders: dict[str, TierBuilder],
+        *,
+        most_bytes: int,
+        shutdown_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        """Path of the socket."""
+        self._builders = builders
+        self._most_bytes = most_bytes
+        self._shutdown_seconds = shutdown_seconds
+        self._clock = clock
+        self.instance = secrets.token_hex(8)
+        """Name of this process, which no other has."""
+        self._generations = count(1)
+        self._peers: dict[int, Peer] = {}
+        self._namespaces: dict[str, HostedNamespace] = {}
+        self._numbers = count(1)
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for pipe in (self._wake_read, self._wake_write):  # not earlier: any thread may wake this one until its end
+            weakref.finalize(self, os.close, pipe)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
+        self._refusals = RateLimit(_LOG_SECONDS, clock)
+        self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
+        self._stopping = False
+        self._listener: socket.socket | None = None
+
+    # --------------------------------------------------------------------------------------------------------- the life
+
+    def listen(self) -> None:
+        """Make the socket, for this user alone.
+
+        Raises:
+            ConfigError: another service listens there, or the directory is not private.
+        """
+        directory = self.path.parent
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        found = directory.stat()
+        if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX):
+            raise ConfigError(f"{directory}: others may replace the socket there; use a directory of this user's own")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
+                trial.settimeout(1.0)
+                trial.connect(os.fspath(self.path))
+            raise ConfigError(f"{self.path}: another service listens there; give this one a socket of its own")
+        except (FileNotFoundError, ConnectionRefusedError):
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                    raise ConfigError(f"{self.path}: is there and is no socket; remove it") from None
+                self.path.unlink()
+        except TimeoutError:
+            raise ConfigError(f"{self.path}: another service listens there and does not answer; end it") from None
+        umask = os.umask(0o177)
+        try:
+            listener.bind(os.fspath(self.path))
+        finally:
+            os.umask(umask)
+        listener.listen(64)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._copiers.start()
+        _log.info("serving %s at %s", ", ".join(self._builders), self.path)
+
+    def wake(self) -> None:
+        """Wake the service's thread; any thread may call."""
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def stop(self) -> None:
+        """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call."""
+        self._stopping = True
+        self.wake()
+
+    def run(self) -> bool:
+        """Serve until :meth:`stop`, and return True if nothing touches the engines' rows any more."""
+        while not self._stopping:
+            self.turn()
+        return self._close()
+
+    def turn(self) -> None:
+        """Wait for messages or announcements, and run one step."""
+        busy = any(tier.busy for space in self._namespaces.values() for tier in space.tiers.values())
+        for key, _ in self._selector.select(BUSY_SECONDS if busy else IDLE_SECONDS):
+            key.data()
+        for space in self._namespaces.values():
+            self._step(space)
+        for peer in list(self._peers.values()):
+            if peer.out:
+                peer.flush()
+            if peer.leaving:
+                self._leave(peer)
+            else:
+                self._watch(peer)
+
+    def _close(self) -> bool:
+        """End all I/O, and let go of the engines."""
+        deadline = self._clock() + self._shutdown_seconds
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            with suppress(FileNotFoundError):
+                self.path.unlink()
+        for peer in self._peers.values():
+            peer.leaving = True
+        while self._peers and self._clock() < deadline:
+            self.turn()
+        ended = not self._peers
+        for space in self._namespaces.values():
+            ended = self._close_tiers(space, deadline) and ended
+        self._copiers.stop()
+        ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
+        self._selector.close()
+        if not ended:
+            _log.error("some I/O did not end in time; the end of the process ends it")
+        return ended
+
+    def _close_tiers(self, space: HostedNamespace, deadline: float) -> bool:
+        for name, tier in space.tiers.items():
+            _log.info("tier %s: %d blocks were copied from the read of another engine", name, tier.reads_saved)
+        closed = [tier.tier.shutdown(deadline) for tier in space.tiers.values()]
+        space.news.close()
+        return all(closed)
+
+    # ------------------------------------------------------------------------------------------------------ the sockets
+
+    def _drain_wakes(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            _log.debug("a connection ended before it was taken: %s", error)
+            return
+        connection.setblocking(False)
+        peer = Peer(connection, f"engine-{next(self._numbers)}")
+        uid = peer_uid(connection)
+        if uid != os.geteuid() or uid == _NOBODY or len(self._peers) >= MOST_CONNECTIONS:
+            self._refuse(peer, f"the service takes up to {MOST_CONNECTIONS} connections of its own user, not of {uid}")
+            peer.flush()
+            self._hang_up(peer)
+            return
+        self._peers[connection.fileno()] = peer
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
+        if peer.pidfd >= 0:
+            self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._died(peer))
+
+    def _watch(self, peer: Peer) -> None:
+        """Wait for room in the socket while something is to be sent."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
+        key = self._selector.get_key(peer.socket)
+        if key.events != wanted:
+            self._selector.modify(peer.socket, wanted, key.data)
+
+    def _died(self, peer: Peer) -> None:
+        """End the connection of a dead process, whose children may hold the socket."""
+        self._selector.unregister(peer.pidfd)
+        peer.leaving = peer.gone = True
+        peer.out.clear()
+
+    def _receive(self, peer: Peer) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            if peer.leaving:
+                return
+            try:
+                message, fds, _, _ = socket.recv_fds(peer.socket, MAX_MESSAGE + 1, _MOST_FDS, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, fds = b"", []
+            try:
+                if not message:
+                    peer.leaving = True
+                    return
+                records = read(message, peer.received)
+                peer.received += 1
+                for record in records:
+                    self._take(peer, record, fds)
+            except MessageError as error:
+                self._refuse(peer, str(error))
+            except (TieringError, OSError, MemoryError) as error:
+                self._refuse(peer, str(error))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        if number := self._refusals.admit():
+            _log.warning("%d connection(s) refused or ended; the last, %s: %s", number, peer.name, reason)
+        peer.send(Record(Kind.REFUSED, text=mask_text(reason).encode(errors="replace")[:4000]))
+        peer.leaving = True
+
+    def _take(self, peer: Peer, record: Record, fds: Sequence[int]) -> None:
+        if peer.hosted is not None and peer.space is not None:
+            if peer.tier not in peer.space.broken:
+                self._guarded(peer.space, peer.hosted, partial(peer.hosted.take, peer, record))
+        elif record.kind != Kind.HELLO or peer.received != 1:
+            raise MessageError("a connection began without a greeting")
+        else:
+            self._greet(peer, Greeting.of(record.text, mmap.PAGESIZE), fds)
+
+    def _greet(self, peer: Peer, greeting: Greeting, fds: Sequence[int]) -> None:
+        """Take an engine in.
+
+        Raises:
+            TieringError: it cannot be served; the text says why.
+        """
+        names = ", ".join(self._builders)
+        if greeting.tier:
+            if greeting.tier not in self._builders:
+                raise ConfigError(f"the service has no tier {greeting.tier!r}; it has {names}")
+            if len(fds) != 1:
+                raise MessageError(f"a greeting came with {len(fds)} descriptors")
+            nbytes = greeting.rows * greeting.stride
+            if nbytes > self._most_bytes:
+                raise ConfigError(
+                    f"the engine's CPU tier has {format_bytes(nbytes)}, and primary.capacity in the service's stack "
+                    f"allows {format_bytes(self._most_bytes)}; raise it there"
+                )
+            space = self._namespace(greeting)
+            peer.first_row = space.rows.add(fds[0], greeting.rows)
+            peer.num_rows, peer.tier, peer.space = greeting.rows, greeting.tier, space
+            peer.weights = greeting.weights
+            peer.hosted = space.tiers[greeting.tier]
+            peer.hosted.engines.append(peer)
+            space.peers.append(peer)
+            _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.namespace.directory[:8])
+        peer.send(Record(Kind.WELCOME, text=f"{self.instance}\0{names}".encode()))
+
+    def _leave(self, peer: Peer) -> None:
+        """Let go of an engine once none of its jobs runs."""
+        if peer.hosted is not None:
+            peer.hosted.leave(peer)
+        if peer.jobs:
+            with suppress(KeyError):
+                self._selector.unregister(peer.socket)
+            return
+        if peer.space is not None:
+            peer.space.rows.remove(peer.first_row)
+            peer.space.peers.remove(peer)
+            peer.space = peer.hosted = None
+            peer.send(Record(Kind.BYE))
+        peer.flush()
+        if peer.out:
+            self._stalled(peer)
+            return
+        self._peers.pop(peer.socket.fileno(), None)
+        self._hang_up(peer)
+
+    def _stalled(self, peer: Peer) -> None:
+        """Wait for room for the last records of an engine that reads slowly."""
+        with suppress(KeyError):
+            self._selector.unregister(peer.socket)
+        self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda: None)
+
+    def _hang_up(self, peer: Peer) -> None:
+        for handle in (peer.socket, peer.pidfd):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(handle)
+        peer.socket.close()
+        if peer.pidfd >= 0:
+            os.close(peer.pidfd)
+            peer.pidfd = -1
+
+    # -------------------------------------------------------------------------------------------------------- the tiers
+
+    def _namespace(self, greeting: Greeting) -> HostedNamespace:
+        """Return the tiers of a namespace, built if it is new.
+
+        Raises:
+            TieringError: a tier cannot be built, or the engine's geometry is another one.
+        """
+        space = self._namespaces.get(greeting.parameters)
+        if space is None:
+            if len(self._namespaces) >= MOST_NAMESPACES:
+                raise ConfigError(f"the service has {MOST_NAMESPACES} namespaces already")
+            space = HostedNamespace(Namespace(greeting.parameters), greeting.group_bytes, greeting.stride)
+            self._build(space, greeting.weights)
+            self._namespaces[greeting.parameters] = space
+        elif (space.groups, space.rows.stride) != (greeting.group_bytes, greeting.stride):
+            raise ConfigError("another engine of this namespace has blocks of other sizes")
+        return space
+
+    def _build(self, space: HostedNamespace, weights: str) -> None:
+        """Build and open all tiers of a namespace, for engines whose weights are in the state ``weights``.
+
+        Raises:
+            TieringError: a tier cannot be built; none is open.
+        """
+        news, agreement = News(), EpochAgreement()
+        agreement.in_use = True  # engines may hold blocks that are older than what a medium says
+        private = weights != START and revision_of(weights) is None
+        tiers: dict[str, HostedTier] = {}
+        with ExitStack() as undo:
+            undo.enter_context(news.listening(self.wake))
+            for name, build in self._builders.items():
+                context = TierContext(
+                    name=name,
+                    primary_view=space.rows.array.data,
+                    group_bytes=space.groups,
+                    namespace=space.namespace,
+                    clock=self._clock,
+                    replica=space.namespace.directory[:16],
+                    revision=revision_of(weights),
+                    news=news,
+                    agreement=agreement,
+                )
+                tier = build(context)
+                undo.callback(tier.shutdown, self._clock())
+                state = START if private else weights
+                tiers[name] = HostedTier(
+                    tier,
+                    space.rows.array,
+                    space.groups,
+                    self._copiers,
+                    self.wake,
+                    self._clock,
+                    state,
+                    self._generations,
+                )
+            for hosted in tiers.values():
+                hosted.tier.open(self._clock() + _OPEN_SECONDS)
+            undo.pop_all()
+            space.news.enter_context(news.listening(self.wake))
+        space.tiers = tiers
+        space.broken.clear()
+
+    def _guarded(self, space: HostedNamespace, hosted: HostedTier, method: Callable[[], object]) -> None:
+        """Call a method that calls a tier, and take a tier that raises out of service until a restart."""
+        try:
+            method()
+        except MessageError:
+            raise
+        except Exception:
+            name = next(name for name, tier in space.tiers.items() if tier is hosted)
+            _log.exception("tier %s of namespace %s is out of service", name, space.namespace.directory[:8])
+            space.broken.add(name)
+            hosted.fail()
+
+    def _step(self, space: HostedNamespace) -> None:
+        shared = [tier.medium_epoch for tier in space.tiers.values() if tier.shared]
+        epoch = "?" if "?" in shared else ",".join(shared)
+        for name, hosted in space.tiers.items():
+            if name not in space.broken:
+                hosted.epoch = epoch
+                self._guarded(space, hosted, hosted.step)
+        if any(hosted.superseded for hosted in space.tiers.values()):
+            _log.warning(
+                "namespace %s has a new common epoch; all engines drop their blocks", space.namespace.directory[:8]
+            )
+            for name, hosted in space.tiers.items():
+                if name not in space.broken:
+                    self._guarded(space, hosted, hosted.follow)
+        self._settle(space)
+
+    def _settle(self, space: HostedNamespace) -> None:
+        """Let tiers whose engines have gone serve the engines with other weights."""
+        left = [
+            hosted
+            for name, hosted in space.tiers.items()
+            if name not in space.broken
+            and hosted.engines
+            and all(engine.weights != hosted.weights for engine in hosted.engines)
+        ]
+        for hosted in left:
+            weights = hosted.engines[0].weights
+            if weights != START:
+                self._guarded(space, hosted, partial(hosted.move, weights))
+        used = any(peer.hosted is not None and peer.weights == peer.hosted.weights for peer in space.peers)
+        waiting = any(hosted.engines[0].weights == START for hosted in left)
+        if not waiting or used or space.broken or not all(hosted.idle for hosted in space.tiers.values()):
+            return
+        # A tier cannot go back to the epoch of its start; one that is opened again can.
+        if self._close_tiers(space, self._clock() + _CLOSE_SECONDS):
+            space.news = ExitStack()
+            try:
+                self._build(space, START)
+            except TieringError as error:
+                _log.error("the tiers of namespace %s cannot be built: %s", space.namespace.directory[:8], error)
+                space.broken.update(space.tiers)
+                return
+            for peer in space.peers:
+                peer.hosted, peer.generation = space.tiers[peer.tier], -1
+                peer.hosted.engines.append(peer)

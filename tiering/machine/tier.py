@@ -1,0 +1,496 @@
+"""One tier of the service of this machine, as an engine's manager uses it.
+
+The scheduler's thread appends records and sends them at the end of a step; it takes what has come from the link's
+queue. It waits for nothing. What the tier holds is asked once per prefix, and kept for a short time
+(:class:`~tiering.index.shared.SharedIndex`).
+
+A job is in flight until the service has reported it. If the connection ends before, the service may still write into
+the rows: the job stays in flight, and its rows stay out of use, until the link has proved that the service is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from itertools import compress
+from pathlib import Path
+
+from tiering.api.keys import OffloadKey
+from tiering.api.request import ReqContext
+from tiering.block_tier.definition import TierDefinition
+from tiering.errors import ConfigError
+from tiering.index.shared import SharedIndex
+from tiering.index.tier_index import Probe
+from tiering.machine.admin import MachineAdmin
+from tiering.machine.link import Happening, Link, ServiceSocket
+from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record, messages, pack
+from tiering.machine.options import MachineTierOptions
+from tiering.machine.words import START, UNKNOWN_EPOCH, Greeting, private_weights, read_state, revision_weights
+from tiering.runtime.forks import inert_in_children
+from tiering.secondary.contract import (
+    JobResult,
+    PrefixAnswer,
+    SecondaryTierManager,
+    StepEnd,
+    TierContext,
+    TierIntake,
+    TierTraits,
+    TransferJob,
+)
+from tiering.secondary.inert import InertTier
+from tiering.secondary.tier_stats import TierStats
+
+_log = logging.getLogger("kv_tiering.machine")
+
+PRESENT_SECONDS, ABSENT_SECONDS = 10.0, 1.0
+"""Seconds for which an answer of the service is used again; other engines store and evict meanwhile."""
+
+OFFER_AGAIN = 30.0
+"""Seconds after which blocks in use are reported to the service again."""
+
+LOAD_PART = 16
+"""Largest number of blocks of one load job; at the deadline, the parts that have arrived count."""
+
+MOST_WAITING = 1 << 20
+"""Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
+
+_NO = PrefixAnswer(0, False)
+_ANYWHERE = ("",)
+_OWN = {"queries", "hits", "misses", "promotions", "promotions_failed", "promotions_active", "cascades"}
+_OWN |= {"cascades_failed", "cascades_active", "stores_dropped", "stores_evicted", "loads_overdue", "lookups_late"}
+_OWN |= {"job_latency", "job_latency_sum", "available", "writable"}
+_MEDIUM = frozenset(field.name for field in fields(TierStats)) - _OWN
+"""Statistics of the medium, which are the same for all engines."""
+
+
+class MachineTier(TierIntake, SecondaryTierManager):
+    """One tier of the service, as an engine uses it.
+
+    Args:
+        context: environment of the tier; its rows need a descriptor.
+        options: options of the tier.
+
+    Raises:
+        ConfigError: the rows have no descriptor that another process could map.
+    """
+
+    def __init__(self, context: TierContext, options: MachineTierOptions) -> None:
+        if context.rows_fd is None:
+            raise ConfigError(f"tier {context.name}: the rows have no descriptor that the service could map")
+        self.context = context
+        """Environment of the tier."""
+        self.name = context.name
+        self.traits = TierTraits(
+            medium="MACHINE",
+            load_deadline=options.load_deadline,
+            store_deadline=options.load_deadline,
+            primary_share=options.primary_share,
+            max_load_blocks=LOAD_PART,
+            announces_news=True,
+            mixes_requests=True,
+            intake=self,
+        )
+        self._clock = context.clock
+        self._news = context.news
+        self._num_rows, self._stride = context.primary_view.shape or (0, 0)
+        self._weights = START if context.revision is None else revision_weights(context.revision)
+        """State of the weights, which blocks of the tier must have been computed with."""
+        self._owed = False
+        """True if a reset has not been confirmed by the service."""
+        self._known: tuple[str, int, str] | None = None
+        """Instance, generation and epoch that the rows belong to; None before the first."""
+        self._state: tuple[int, str, int, str, int] | None = None
+        """Generation, weights, flags, epoch and window of the last state; None without a connection."""
+        self._superseded = False
+        self.serving = self.storing = False
+        self._connection: ServiceSocket | None = None
+        self._closed = False
+        self._jobs: dict[int, tuple[TransferJob, ServiceSocket]] = {}
+        self._stale: set[int] = set()
+        self._finished: list[JobResult] = []
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+        self._asked: dict[int, Probe] = {}
+        self._asks = 0
+        self._wanted: list[OffloadKey] = []
+        self._stored_blocks = 0
+        """Blocks of stores in flight."""
+        self.stats = TierStats(available=0, writable=0)
+        """Counters of this engine's use of the tier."""
+        self._remote = b"{}"
+        """Statistics of the tier, of all engines together, as the service sent them."""
+        self._rows_fd = os.dup(context.rows_fd)  # the link's thread may greet a service while the rows are closed
+        weakref.finalize(self, os.close, self._rows_fd)
+        self._index = SharedIndex(
+            present_ttl=PRESENT_SECONDS, absent_ttl=ABSENT_SECONDS, lookup_deadline=options.lookup_deadline
+        )
+        self._link = Link(str(Path(options.socket).expanduser()), context.name, self._greeting, self._news.announce)
+        inert_in_children(self, InertTier)
+
+    def _greeting(self) -> tuple[bytes, Sequence[int]]:
+        """Return the greeting of a new connection; the link's thread calls this method."""
+        context = self.context
+        text = Greeting(
+            tier=context.name,
+            parameters=context.namespace.parameters,
+            group_bytes=context.group_bytes,
+            rows=self._num_rows,
+            stride=self._stride,
+            weights=self._weights,
+        ).text()
+        return text, (self._rows_fd,)
+
+    # ----------------------------------------------------------------------------------------------------------- lookup
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        held, undecided = self.lookup_prefix((key,), req_context)
+        return None if undecided else held == 1
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        if not self.serving:
+            return _NO
+        now = self._clock()
+        answer = self._index.lookup_prefix(keys, now)
+        self.stats.hits += answer.held
+        self.stats.queries += answer.held
+        if answer.held != len(keys):
+            if answer.undecided:
+                self._ask(now)
+            else:
+                self.stats.misses += 1
+                self.stats.queries += 1
+        return answer
+
+    def _ask(self, now: float) -> None:
+        for probe in self._index.take_probes(now):
+            asked = replace(probe, keys=probe.keys[:MAX_KEYS])
+            self._asks += 1
+            if self._write(Record(Kind.LOOKUP, self._asks, seconds=max(0.0, probe.expires - now), keys=asked.keys)):
+                self._asked[self._asks] = asked
+            else:
+                self._index.end_probe(asked, None, now)
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        """Return None while the service takes stores: it chooses the blocks itself."""
+        if self.storing:
+            return None
+        self.stats.stores_dropped += len(keys)
+        return ()
+
+    def credit(self, wanted: int, seconds: float) -> int | None:
+        if not self.storing or self._state is None:
+            return None  # what is queued is dropped
+        if self._out_bytes > MOST_WAITING:
+            return 0
+        return max(0, min(wanted, MAX_KEYS, self._state[4] - self._stored_blocks))
+
+    def not_stored(self, keys: Sequence[OffloadKey]) -> None:
+        self.stats.stores_evicted += len(keys)
+
+    def submit_store(self, job: TransferJob) -> None:
+        if self._submit(Kind.STORE, job, self.storing):
+            self._stored_blocks += len(job.keys)
+            self.stats.cascades_active += len(job.keys)
+        else:
+            self.stats.stores_dropped += len(job.keys)
+
+    def submit_load(self, job: TransferJob) -> None:
+        if self._submit(Kind.LOAD, job, self.serving):
+            self.stats.promotions_active += len(job.keys)
+        else:
+            self.stats.promotions_failed += len(job.keys)
+
+    def _submit(self, kind: Kind, job: TransferJob, possible: bool) -> bool:
+        """Write the record of a job; if that is not possible, end the job at once."""
+        connection = self._connection
+        if possible and connection is not None and len(job.keys) <= MAX_KEYS:
+            seconds = min(1e8, max(0.0, job.deadline - self._clock()))
+            request = job.req_context.req_id.encode(errors="replace")[:1000]
+            rows = job.block_ids.tolist()
+            if self._write(Record(kind, job.job_id, int(job.is_fill), seconds, request, job.keys, rows)):
+                self._jobs[job.job_id] = job, connection
+                return True
+        self._finished.append(JobResult(job.job_id, False, ()))
+        return False
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self._poll()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # ---------------------------------------------------------------------------------------------------------- notices
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
+        self._notice(Kind.TOUCH, keys, req_context, int(used))
+
+    def used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> float:
+        if not self.storing:
+            return 0.0
+        self._notice(Kind.USED, keys, req_context)
+        return OFFER_AGAIN
+
+    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+        self._notice(Kind.FINISHED, released, req_context)
+
+    def _notice(self, kind: Kind, keys: Sequence[OffloadKey], req_context: ReqContext, flag: int = 0) -> None:
+        """Write a notice, which is dropped if the service is slow or away."""
+        if self.serving and self._out_bytes <= MOST_WAITING:
+            request = req_context.req_id.encode(errors="replace")[:1000]
+            for first in range(0, max(1, len(keys)), MAX_KEYS):
+                self._write(Record(kind, flag=flag, text=request, keys=keys[first : first + MAX_KEYS]))
+
+    def on_schedule_end(self) -> StepEnd:
+        if self._out:
+            self._flush()
+        wanted, self._wanted = self._wanted, []
+        calm = not (self._out or self._finished or self._link.queue)
+        return StepEnd(wanted, math.inf if calm else 0.0, self._superseded, not self._owed)
+
+    # ------------------------------------------------------------------------------------------------- sending, reading
+
+    def _write(self, record: Record) -> bool:
+        """Append a record to the step's messages; return False if it cannot be sent."""
+        if self._connection is None or self._out_bytes > MOST_WAITING:
+            return False
+        try:
+            packed = pack(record)
+        except MessageError as error:
+            _log.debug("tier %s: a record is not sent: %s", self.name, error)
+            return False
+        self._out.append(packed)
+        self._out_bytes += len(packed)
+        return True
+
+    def _flush(self) -> None:
+        """Send what fits into the socket, and keep the rest."""
+        connection = self._connection
+        if connection is None:
+            return
+        left: list[bytes] = self._out
+        sent = 0
+        for message, count in messages(left, connection.sent):
+            if not connection.send(message):
+                break
+            sent += count
+        del left[:sent]
+        self._out_bytes = sum(map(len, left))
+
+    def _poll(self) -> None:
+        """Process what has happened since the last call."""
+        queue = self._link.queue
+        while queue:
+            what, connection, records = queue.popleft()
+            if what is Happening.RECORDS:
+                for record in records:
+                    self._take(record, connection)
+            elif what is Happening.UP:
+                self._connection = connection
+                self._change()
+                if self._owed:
+                    self._write(Record(Kind.RESET, text=self._weights.encode()))
+            elif what is Happening.DOWN:
+                connection.socket.close()
+                self._connection = self._state = None
+                self._out.clear()
+                self._out_bytes = 0
+                self._change()
+            else:
+                for number, (_, owner) in list(self._jobs.items()):
+                    if owner is connection:
+                        self._end(number, ())
+
+    def _take(self, record: Record, connection: ServiceSocket) -> None:
+        now = self._clock()
+        if record.kind == Kind.RESULT:
+            if (known := self._jobs.get(record.number)) is not None and known[1] is connection:
+                self._end(record.number, record.text)
+        elif connection is not self._connection:
+            return
+        elif record.kind == Kind.STATE:
+            self._take_state(record, connection)
+        elif record.kind == Kind.ANSWER:
+            if (probe := self._asked.pop(record.number, None)) is not None:
+                held = int(record.seconds)
+                self._index.end_probe(probe, held if 0 <= held <= len(probe.keys) else None, now)
+        elif record.kind == Kind.WANTED and self.storing:
+            self._wanted += record.keys
+
+    def _take_state(self, record: Record, connection: ServiceSocket) -> None:
+        try:
+            weights, epoch, window, self._remote = read_state(record.text)
+        except MessageError as error:
+            _log.error("tier %s: %s", self.name, error)
+            return
+        self._state = record.number, weights, record.flag, epoch, window
+        self._adopt(connection)
+        self._change()
+
+    def _adopt(self, connection: ServiceSocket) -> None:
+        """Enter the service's generation if the rows may belong to it, or ask the manager to empty them.
+
+        The rows belong to the generation that they were in at the same instance of the service. At another instance,
+        only the epochs of its shared media prove that nothing was invalidated meanwhile; a stack without shared media
+        has no common epochs.
+        """
+        if self._state is None:
+            return
+        generation, weights, flags, epoch, _ = self._state
+        if weights != self._weights or not flags & SERVING:
+            return
+        place, known = (connection.instance, generation, epoch), self._known
+        if self._owed:
+            young = True  # the rows were emptied at the reset, and no common epoch counts after it
+        elif known is None:
+            young = not epoch or not self.context.agreement.in_use
+        elif known[0] == connection.instance:
+            young = known[1] == generation
+        else:
+            young = known[2] == epoch != UNKNOWN_EPOCH
+        if not young:
+            self._superseded = True
+        elif known is None or known[:2] != place[:2]:
+            self._enter(place)
+        else:
+            self._known = place
+
+    def _enter(self, place: tuple[str, int, str]) -> None:
+        self._known = place
+        self._superseded = False
+        self._write(Record(Kind.FOLLOWED, place[1]))
+
+    def _change(self) -> None:
+        """Find out if the tier serves, after a change of the connection, the service's state or this engine's."""
+        state, connection, known = self._state, self._connection, self._known
+        flags = 0
+        if (
+            state is not None
+            and connection is not None
+            and known is not None
+            and not self._closed
+            and known[:2] == (connection.instance, state[0])
+            and state[1] == self._weights
+        ):
+            flags = state[2]
+            self._owed = self._owed and not flags & SERVING
+        if self.serving and not flags & SERVING:
+            self._forget()
+        if bool(flags & SERVING) != self.serving:
+            _log.info("tier %s: %s", self.name, "in service" if flags & SERVING else "out of service")
+        self.serving, self.storing = bool(flags & SERVING), bool(flags & STORING)
+        self.stats.available, self.stats.writable = int(self.serving), int(self.storing)
+
+    def _forget(self) -> None:
+        """Forget what the tier holds."""
+        self._index.clear()
+        self._asked.clear()
+        self._wanted.clear()
+
+    def _end(self, number: int, arrived: bytes | Sequence[int]) -> None:
+        """End a job; ``arrived`` has a truth value for each key, or is empty if none has arrived."""
+        job, _ = self._jobs.pop(number)
+        now, keys = self._clock(), job.keys
+        if number in self._stale or len(arrived) != len(keys):
+            self._stale.discard(number)
+            arrived = bytes(len(keys))
+        good = list(compress(keys, arrived))
+        current = self.serving
+        if job.is_promotion:
+            self.stats.promotions_active -= len(keys)
+            self.stats.promotions += len(good)
+            self.stats.promotions_failed += len(keys) - len(good)
+            if now > job.deadline:
+                self.stats.loads_overdue += len(keys) - len(good)
+            if current:
+                self._index.end_load(keys, _ANYWHERE * len(keys), [not here for here in arrived], now)
+        else:
+            self._stored_blocks -= len(keys)
+            self.stats.cascades_active -= len(keys)
+            self.stats.cascades += len(good)
+            self.stats.cascades_failed += len(keys) - len(good)
+            if current and good:
+                self._index.end_store(good, _ANYWHERE, [True] * len(good), now)
+        self.stats.observe_job(now - job.submitted_at)
+        self._finished.append(JobResult(number, len(good) == len(keys), good))
+
+    # --------------------------------------------------------------------------------------- may block until a deadline
+
+    def open(self, deadline: float) -> bool:
+        self._link.start()
+
+        def settled() -> bool:
+            self._poll()
+            if self._out:
+                self._flush()
+            return self.serving or (self._link.tried.is_set() and self._connection is None and not self._link.queue)
+
+        self._link.wait(settled, deadline - self._clock())
+        return self.serving
+
+    def drain(self, deadline: float) -> bool:
+        return self._wait(lambda: not self._jobs, deadline)
+
+    def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
+        def polled() -> bool:
+            self._poll()
+            if self._out:
+                self._flush()
+            return done()
+
+        return self._link.wait(polled, deadline - self._clock())
+
+    def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
+        self._poll()
+        self._stale.update(self._jobs)
+        self._finished = [result._replace(success=False, successful_keys=()) for result in self._finished]
+        self._forget()
+        if follow:
+            self._superseded = False
+            if self._connection is not None and self._state is not None:
+                self._enter((self._connection.instance, self._state[0], self._state[3]))
+            self._change()
+            return True
+        self._weights = private_weights(secrets.token_hex(16)) if revision is None else revision_weights(revision)
+        self._owed = True
+        self._superseded = False
+        self._write(Record(Kind.RESET, text=self._weights.encode()))
+        self._change()
+        return self._wait(lambda: not self._owed, deadline)
+
+    def shutdown(self, deadline: float) -> bool:
+        if not self._closed:
+            self._flush()
+            self._closed = True
+            self._change()
+            self._link.stop()
+        self._wait(lambda: self._connection is None and not self._jobs and not self._link.queue, deadline)
+        return not self._jobs
+
+    # ------------------------------------------------------------------------------------------------------- statistics
+
+    def get_stats(self) -> TierStats:
+        """Return counters of this engine, and the medium's statistics, which all engines share."""
+        self.stats.lookups_late = self._index.late_lookups
+        stats = replace(self.stats, job_latency=list(self.stats.job_latency))
+        try:
+            found = json.loads(self._remote)
+            for name in _MEDIUM.intersection(found):
+                setattr(stats, name, type(getattr(stats, name))(found[name]))
+        except (ValueError, TypeError, AttributeError) as error:
+            _log.debug("tier %s: the service's statistics cannot be read: %s", self.name, error)
+        return stats
+
+
+MACHINE_TIER = TierDefinition(
+    options=MachineTierOptions,
+    build=lambda options, context: MachineTier(context, options),
+    persistent=True,
+    admin=MachineAdmin,
+)
