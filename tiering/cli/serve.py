@@ -27,7 +27,7 @@ _ENGINES: Sequence[str] = (
 """Words of a stack that concern one engine."""
 
 _HOSTED = ("local", "memory", "object", "s3", "valkey")
-_OF_ENGINES = ("primary_share", "min_prefix_blocks", "required")
+_OF_ENGINES = ("primary_share", "min_prefix_blocks", "load_or_compute", "required")
 
 
 @click.command()

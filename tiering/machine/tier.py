@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 from itertools import compress
 from pathlib import Path
 
+from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.definition import TierDefinition
@@ -237,7 +238,9 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._notice(Kind.USED, keys, req_context)
         return OFFER_AGAIN
 
-    def on_request_finished(self, req_context: ReqContext, released: Sequence[OffloadKey] = ()) -> None:
+    def on_request_finished(
+        self, req_context: ReqContext, released: Sequence[OffloadKey] = (), kept: Sequence[KeptBlocks] = ()
+    ) -> None:
         self._notice(Kind.FINISHED, released, req_context)
 
     def _notice(self, kind: Kind, keys: Sequence[OffloadKey], req_context: ReqContext, flag: int = 0) -> None:
