@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tiering.api.hints import MAX_ACTIONS, NO_HINTS, HintBounds, KeepAction, parse_hints
@@ -138,3 +139,8 @@ def test_actions_beyond_the_bound_are_not_even_looked_at() -> None:
 
 def test_an_object_that_is_no_envelope_is_malformed() -> None:
     assert list(parse_hints(None, "s", object()).malformed) == ["hints: is not a list of actions"]
+
+
+@pytest.mark.parametrize("params", [np.arange(2), {"kv_tiering": np.arange(2)}])
+def test_parameters_of_a_type_without_a_truth_have_no_hints(params: Any) -> None:
+    assert parse_hints(params) is NO_HINTS

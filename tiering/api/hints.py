@@ -156,8 +156,9 @@ def parse_hints(
         salt: the request's cache salt; default: none.
         allowed: names of the actions that have an effect; default: all.
     """
-    own = params.get("kv_tiering") if params and isinstance(params, Mapping) else None
-    own = own if own and isinstance(own, Mapping) else {}
+    # Only a mapping is asked for its truth, because that of other values may raise.
+    own = params.get("kv_tiering") if params is not None and isinstance(params, Mapping) else None
+    own = own if own is not None and isinstance(own, Mapping) else {}
     hints = own.get("hints")
     if session_id is None and envelope is None and hints is None and "session_id" not in own:
         return NO_HINTS
