@@ -219,6 +219,15 @@ def test_an_expected_session_is_prefetched_before_it_returns_where_the_stack_all
         assert len(manager.kept) == kept
 
 
+@pytest.mark.parametrize("limits", [{"load": False}, {"tiers": ["disk"]}])
+def test_the_limits_of_a_request_hold_for_what_it_expects(limits: dict[str, object]) -> None:
+    scheduler, manager = make_scheduler(hints={"prefetch": 1e6, "retain": 0.25})
+    request = ask("one", None, [*range(8)], {"action_type": "expect", "payload": {"seconds": 10}})
+    request.kv_transfer_params["kv_tiering"].update(limits)  # type: ignore[index]
+    run(scheduler, request, [1, 2])
+    assert (manager.prefetched, len(manager.kept)) == ([], 1)
+
+
 def test_without_a_bound_a_prefetch_counts_as_unknown() -> None:
     scheduler, manager = make_scheduler()
     scheduler.on_new_request(ask("two", None, [*range(8)], PREFETCH))

@@ -478,13 +478,14 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def _kept(self, state: RequestState) -> list[KeptBlocks]:
         """Return the blocks that the hints of a request keep; have those that it expects prefetched."""
         kept, bounds = list[KeptBlocks](), self._spec.hints
+        may_prefetch = bounds.prefetch > 0.0 and state.policy.load and state.policy.tiers is None
         for action in state.hints.kept:
             keys = interleave(state.keys) if action.session is None else self._blocks_of(action.session)
             if not keys:
                 continue
             if bounds.retain or action.name != EXPECT:
                 kept.append(bounds.kept(action, keys))
-            if bounds.prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
+            if may_prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
                 after = PREFETCH_AT * action.seconds
                 self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after)
         return kept
