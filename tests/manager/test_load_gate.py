@@ -273,3 +273,18 @@ def test_a_busy_tier_has_its_latency_once() -> None:
         gate.end(8, 8, now)
     assert gate.expected(8, now) == pytest.approx(0.12, rel=0.2)
     assert gate.expected(800, now) == pytest.approx(2.1, rel=0.1)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_wait_that_has_ended_is_not_added_to_the_next_one(rig: Rig, is_reset: bool) -> None:
+    keys, ctx = rig.keys("a", 20), rig.begin("a")
+    assert rig.ask(ctx, keys[:10]).pending
+    for job in list(rig.tier.loads):
+        rig.finish(job)
+    if is_reset:
+        rig.manager.reset_cache()
+        rig.tier.held.update(keys)
+    else:
+        assert rig.ask(ctx, keys[:10]) == PrefixMatch(10, False)
+    assert rig.ask(ctx, keys[10:]).pending
+    assert rig.manager.waits_until(ctx) == pytest.approx(rig.clock() + 1.0)

@@ -205,6 +205,8 @@ class TieringOffloadingManager(MissFacts):
         if hits == len(keys):
             if request in self._waits:
                 self._waiters.settle(request, keys)
+            if not request.asked:
+                request.load_by = math.inf
             return PrefixMatch(hits, False)
         if not request.tiers and keys[hits] not in self.primary_tier.pending:
             return PrefixMatch(hits, False)

@@ -227,3 +227,4 @@ class Requests:
             request.failed.clear()
             request.asked.clear()
             request.awaited = None
+            request.load_by = math.inf
