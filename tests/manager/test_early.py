@@ -154,6 +154,14 @@ def test_a_prefetch_ends_after_its_time_whatever_is_left() -> None:
     assert not rig.manager.has_pending_work()
 
 
+def test_a_prefetch_whose_time_is_over_begins_nothing_more() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.prefetch(KEYS[:4], b"", 100.0 * ROW)
+    rig.clock.advance(early.PATIENCE)
+    rig.step()
+    assert (loading(tier), rig.manager.has_pending_work()) == ([], False)
+
+
 def test_a_prefetch_for_later_begins_at_its_time() -> None:
     rig, tier = rig_of(KEYS[:4])
     rig.manager.prefetch(KEYS[:4], b"", 100.0 * ROW, 8.0)

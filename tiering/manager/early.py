@@ -141,7 +141,7 @@ class EarlyPromotions:
                 continue
             self._promotions.unreserve(request)  # a prefetch loads nothing
             if not early.complete and not request.finished:
-                early.complete = self._prefetch(early, tenant, now) or now >= early.until
+                early.complete = now >= early.until or self._prefetch(early, tenant, now)
             if request.finished or (early.complete and not request.asked):
                 self._prefetches[tenant] -= 1
                 self._prefetches += Counter()  # drop tenants without prefetches
