@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.manager import early
+from tiering.manager import early, prefix_search
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -76,6 +76,16 @@ def test_a_tier_that_is_undecided_is_looked_up_again() -> None:
     tier.unknown, tier.held = set(), set(KEYS[:4])
     rig.step()
     assert loading(tier) == KEYS[:4]
+
+
+def test_more_holes_than_one_search_fills_are_filled_by_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_search, "MAX_RUNS", 2)
+    rig, tier = rig_of(KEYS, rows=64)
+    rig.store(KEYS[1:8:2])
+    rig.manager.promote_early(KEYS[:8], rig.ctx)
+    rig.step()
+    rig.step()
+    assert loading(tier) == KEYS[:8:2]
 
 
 def test_no_block_becomes_a_miss_for_the_request() -> None:

@@ -53,7 +53,7 @@ class _Walk:
     runs: int = 0
     """Runs of missing blocks that were looked up so far."""
     waits: bool = False
-    """True if the request waits for primary rows."""
+    """True if the request waits for primary rows, or its early promotions go on in a later step."""
     is_early: bool = False
     """True if the request does not wait for the answer: it is not looked up yet."""
 
@@ -150,6 +150,7 @@ class PrefixSearch:
                 position += len(run)
             else:
                 if walk.runs == MAX_RUNS:
+                    walk.waits = walk.is_early
                     return PrefixMatch(position, True)
                 walk.runs += 1
                 promoted, patience = self._ask_tiers(request, walk, position)
