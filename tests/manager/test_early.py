@@ -88,6 +88,19 @@ def test_more_holes_than_one_search_fills_are_filled_by_later_steps(monkeypatch:
     assert loading(tier) == KEYS[:8:2]
 
 
+def test_a_lookup_asks_the_tiers_that_early_promotions_leave_out() -> None:
+    always, auto = FakeTier("always", held=set(KEYS[:2])), FakeTier("auto", held=set(KEYS), load_or_compute="auto")
+    rig = ManagerRig(32, [always, auto])
+    rig.manager.note_compute([1.0])
+    rig.manager.promote_early(KEYS[:6], rig.ctx)
+    rig.step()
+    assert (loading(always), loading(auto)) == (KEYS[:2], [])
+    match = rig.manager.match_prefix(KEYS[:6], rig.ctx)
+    assert (match.hits, match.pending) == (6, True)
+    rig.step()
+    assert loading(auto) == KEYS[2:6]
+
+
 def test_no_block_becomes_a_miss_for_the_request() -> None:
     rig, tier = rig_of(KEYS[:12], promotion_share=0.1)
     rig.manager.promote_early(KEYS[:12], rig.ctx)

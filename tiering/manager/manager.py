@@ -188,7 +188,8 @@ class TieringOffloadingManager(MissFacts):
             return self.primary_tier.match_prefix(keys, req_context, at_least=at_least)
         if not request.policy.load:
             return PrefixMatch(0, False)
-        request.is_early = False
+        if request.is_early:
+            request.is_early, request.awaited = False, None  # the early search has left some tiers out
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
         if request.load_by != math.inf and request.load_by <= self._clock():
