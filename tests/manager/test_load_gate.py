@@ -159,6 +159,21 @@ def test_a_request_joins_a_load_for_no_longer_than_its_own_blocks_take(rig: Rig)
     assert rig.manager.get_stats()["manager"]["rows_reserved"] == 0
 
 
+def test_the_end_of_the_owners_wait_ends_the_wait_of_no_other_request(rig: Rig) -> None:
+    keys, owner, other = rig.keys("a"), rig.begin("owner"), rig.begin("other")
+    assert rig.ask(owner, keys[:2]).pending
+    assert rig.ask(other, keys) == PrefixMatch(10, True)
+    rig.clock.advance(0.3)
+    assert rig.ask(owner, keys[:2]) == PrefixMatch(0, False)
+    assert rig.ask(other, keys) == PrefixMatch(10, True)
+    for job in list(rig.tier.loads):
+        rig.finish(job)
+    assert rig.ask(other, keys) == PrefixMatch(10, False)
+    for ctx in (owner, other):
+        rig.manager.on_request_finished(ctx)
+    assert rig.manager.get_stats()["manager"]["rows_reserved"] == 0
+
+
 def test_a_request_does_not_join_a_load_that_is_late(rig: Rig) -> None:
     keys = rig.keys("a")
     rig.ask(rig.begin("owner"), keys)

@@ -193,7 +193,8 @@ class Promotions:
     def cut(self, request: Request) -> None:
         """End the wait of a request for loads of gated tiers, because computing would have taken as long.
 
-        What has arrived counts. The I/O goes on, in rows that stay quarantined until it has ended.
+        What has arrived counts. The I/O goes on; unless other requests wait for it, in rows that stay quarantined until
+        it has ended.
         """
         request.load_by = math.inf
         wait = self.waiters.waits.get(request)
@@ -205,7 +206,7 @@ class Promotions:
             if promotion is None or (gate := promotion.state.gate) is None:
                 continue
             request.is_cut = True
-            if promotion.owner is request and promotion not in self._queued.values():
+            if promotion.owner is request and not promotion.others and promotion not in self._queued.values():
                 gate.cut += len(promotion.keys)
                 self.fail(promotion)
             else:
