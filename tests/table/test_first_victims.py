@@ -35,8 +35,7 @@ def evicted(table: BlockTable, *new: bytes) -> list[bytes]:
 
 
 def mark(table: BlockTable, *keys: bytes) -> None:
-    assert table.marks.first_victims is not None
-    table.marks.first_victims.add(rows(*(row for row in table.rows_of(keys) if row is not None)))
+    table.marks.hold(rows(*(row for row in table.rows_of(keys) if row is not None)))
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

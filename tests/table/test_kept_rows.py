@@ -75,6 +75,16 @@ def test_kept_blocks_are_no_first_victims() -> None:
     assert evicted(table, KEYS[10]) == [KEYS[2]]
 
 
+def test_kept_blocks_do_not_become_first_victims_before_their_time_is_over() -> None:
+    table, clock = filled("lru", 4, set(KEYS[:4])), FakeClock()
+    keep(table, clock, KEYS[3], pin=True)
+    mark(table, KEYS[2], KEYS[3])
+    assert evicted(table, KEYS[10]) == [KEYS[2]]
+    clock.advance(10.0)
+    mark(table, KEYS[3])
+    assert evicted(table, KEYS[11]) == [KEYS[3]]
+
+
 def test_a_block_that_is_being_written_is_kept_once_it_is_readable() -> None:
     table, clock = filled("lru", 4), FakeClock()
     taken = table.allocate([KEYS[10]])

@@ -333,7 +333,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Let the rows of readable ``keys`` be evicted before all others, the last one first."""
         if self._table.marks.first_victims is not None and not self.readable.disjoint(keys):
             found = [row for row in self._table.rows_of(keys) if row is not None]
-            self._table.marks.first_victims.add(np.fromiter(found, np.int64, len(found)))
+            self._table.marks.hold(np.fromiter(found, np.int64, len(found)))
 
     def unmark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Make readable ``keys`` the most recent blocks, and evict their rows first no more."""

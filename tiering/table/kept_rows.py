@@ -138,7 +138,7 @@ class Keeping:
             evictable: number of rows that the policy could evict.
         """
         rows = policy.evict(count)
-        kept = self._are_kept(rows)
+        kept = self.are_kept(rows)
         if not kept.any():
             return rows
         chosen, spared = [rows[~kept]], [rows[kept]]
@@ -148,7 +148,7 @@ class Keeping:
         while missing > 0 and looked < evictable and (looked < LONGEST_LOOK + count or retained < missing):
             size = min(max(missing, min(2 * size, self._num_rows // AHEAD)), evictable - looked)
             rows = policy.evict(size)
-            kept = self._are_kept(rows)
+            kept = self.are_kept(rows)
             chosen.append(rows[~kept])
             spared.append(rows[kept])
             looked += size
@@ -163,5 +163,6 @@ class Keeping:
         policy.insert(passed[::-1])
         return np.concatenate(chosen)
 
-    def _are_kept(self, rows: Rows) -> NDArray[np.bool_]:
+    def are_kept(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return a mask of the ``rows`` that are kept now, in either way."""
         return self.retained.are_kept(rows) | self.pinned.are_kept(rows)

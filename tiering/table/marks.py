@@ -45,6 +45,14 @@ class RowMarks:
         self.first_victims = FirstVictims(self._refs, self._keys, holds)
         self._kinds.append(self.first_victims)
 
+    def hold(self, rows: Rows) -> None:
+        """Mark rows whose blocks another cache holds as first victims; the last one is evicted first.
+
+        Kept rows are left out.
+        """
+        if self.first_victims is not None:
+            self.first_victims.add(rows if self.keeping is None else rows[~self.keeping.are_kept(rows)])
+
     def choose(self, count: int, evictable: int) -> Rows:
         """Return ``count`` rows or a few more to evict: first victims, then those that the policy chooses.
 
