@@ -142,6 +142,21 @@ def test_a_time_that_grows_by_little_is_left_alone() -> None:
     assert kept.rows == 0
 
 
+def test_hints_that_undo_each_other_leave_a_bounded_heap() -> None:
+    clock = FakeClock()
+    kept = KeptRows(8, clock)
+    for number in range(1000):
+        kept.keep(rows(number % 4, 4 + number % 4), 3600.0 - number % 3, 4)
+        kept.discard(rows(4 + number % 4))
+        assert sum(len(listed) for _, _, listed in kept._ends) <= 8 * kept_rows.MOST_LISTED
+    clock.advance(3598.5)
+    kept.expire(clock())
+    assert kept.rows == np.count_nonzero(kept._until) == np.count_nonzero(kept._until > clock()) > 0
+    clock.advance(1.5)
+    kept.expire(clock())
+    assert (kept.rows, kept._ends, np.count_nonzero(kept._until)) == (0, [], 0)
+
+
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_random_lives_keep_what_is_pinned_as_long_as_other_rows_suffice(policy: str) -> None:
     for seed in range(40):

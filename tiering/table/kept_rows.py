@@ -20,6 +20,9 @@ from tiering.table.row_array import row_array
 RENEWAL = 8
 """A row that is kept already is kept anew if that adds one part in so many to its time."""
 
+MOST_LISTED = 2
+"""Quotient of the rows in a heap and all rows, beyond which the heap is made anew."""
+
 LONGEST_LOOK = 4096
 """Number of rows that a search looks at before retained ones yield, unless more are needed."""
 
@@ -35,7 +38,7 @@ class KeptRows:
         clock: monotonic clock, in seconds.
     """
 
-    __slots__ = ("_clock", "_ends", "_order", "_until", "rows")
+    __slots__ = ("_clock", "_ends", "_listed", "_order", "_until", "rows")
 
     def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -43,6 +46,8 @@ class KeptRows:
         """Time until which each row is kept; 0 for a row that is not."""
         self._ends: list[tuple[float, int, Rows]] = []
         """A heap of ends, with the rows that had this end then."""
+        self._listed = 0
+        """Number of rows in the heap."""
         self._order = count()
         self.rows = 0
         """Number of rows that are kept."""
@@ -63,16 +68,29 @@ class KeptRows:
         chosen &= self.rows + np.cumsum(new) <= most
         rows = rows[chosen]
         if len(rows):
+            self._listed += len(rows)
             self._until[rows] = now + seconds
             self.rows += int(np.count_nonzero(new & chosen))
             heapq.heappush(self._ends, (now + seconds, next(self._order), rows))
+            if self._listed > MOST_LISTED * len(self._until):
+                self._list_anew()
         return len(rows)
 
     def expire(self, now: float) -> None:
         """End the time of the rows whose end has come."""
         while self._ends and self._ends[0][0] <= now:
             rows = heapq.heappop(self._ends)[2]
+            self._listed -= len(rows)
             self.discard(rows[self._until[rows] <= now])
+
+    def _list_anew(self) -> None:
+        """Make the heap anew: most of its rows are kept no longer, or have a later end."""
+        kept = np.flatnonzero(self._until)
+        kept = kept[np.argsort(self._until[kept])]
+        ends = self._until[kept]
+        parts = np.split(kept, np.flatnonzero(ends[1:] != ends[:-1]) + 1)
+        self._ends = [(float(self._until[part[0]]), next(self._order), part) for part in parts]  # sorted: a heap
+        self._listed = len(kept)
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""
