@@ -150,6 +150,16 @@ def test_a_prefetch_may_be_larger_than_the_rows_of_early_promotions() -> None:
     assert not rig.manager.has_pending_work()
 
 
+def test_a_prefetch_goes_on_behind_blocks_that_another_request_loads() -> None:
+    tier = FakeTier(held=set(KEYS[:6]), load_or_compute="auto")
+    rig = ManagerRig(32, [tier])
+    rig.manager.note_compute([1.0])
+    rig.manager.match_prefix(KEYS[:2], rig.ctx)
+    rig.manager.prefetch(KEYS[:6], b"", 100.0 * ROW)
+    rig.step()
+    assert loading(tier) == KEYS[:6]
+
+
 def test_the_bound_of_one_tenant_does_not_delay_another_one() -> None:
     rig, tier = rig_of(KEYS)
     rig.manager.prefetch(KEYS[:8], b"a", 2.0 * ROW)

@@ -248,7 +248,9 @@ class PrefixSearch:
         state = None if run[0] in request.asked else self._promotions.source(run[0])
         if state is None or state.gate is None:
             return True
-        return not is_early and self._pays(state, state.gate, request, run, begun=True)
+        if is_early:
+            return not request.is_early  # a prefetch waits for nothing
+        return self._pays(state, state.gate, request, run, begun=True)
 
     def _undecided_patience(self, gate: LoadGate, keys: Sequence[OffloadKey], left: int) -> float:
         """Return the seconds for which a request waits for an undecided tier with a gate."""
