@@ -160,6 +160,16 @@ def test_a_prefetch_goes_on_behind_blocks_that_another_request_loads() -> None:
     assert loading(tier) == KEYS[:6]
 
 
+def test_a_prefetch_larger_than_the_cpu_tier_brings_each_block_once() -> None:
+    rig, tier = rig_of(KEYS)
+    rig.manager.prefetch(KEYS, b"", 100.0 * ROW)
+    for _ in range(12):
+        rig.step()
+        end_loads(rig, tier)
+    assert rig.stat("blocks_prefetched") == len(KEYS)
+    assert not rig.manager.has_pending_work()
+
+
 def test_the_bound_of_one_tenant_does_not_delay_another_one() -> None:
     rig, tier = rig_of(KEYS)
     rig.manager.prefetch(KEYS[:8], b"a", 2.0 * ROW)

@@ -46,6 +46,7 @@ class _Early:
 
     request: Request
     keys: Sequence[OffloadKey]
+    """The prefix; of a prefetch, what is left of it: nothing is brought twice, however soon it is evicted."""
     tenant: bytes | None = None
     """The tenant of a prefetch; None for a request of the engine."""
     per_second: float = 0.0
@@ -176,4 +177,9 @@ class EarlyPromotions:
 
     def _begin(self, early: _Early, most: int) -> bool:
         """Promote up to ``most`` blocks; return True if nothing is left for the next steps."""
-        return not self._promotions.waiters.waits and self._search.begin(early.request, early.keys, most)
+        if self._promotions.waiters.waits:
+            return False
+        begun, complete = self._search.begin(early.request, early.keys, most)
+        if early.tenant is not None:
+            early.keys = early.keys[begun:]
+        return complete

@@ -109,7 +109,7 @@ class PrefixSearch:
             if not walk.waits and request in self._waits:
                 self._waiters.settle(request, keys)
 
-    def begin(self, request: Request, keys: Sequence[OffloadKey], most: int) -> bool:
+    def begin(self, request: Request, keys: Sequence[OffloadKey], most: int) -> tuple[int, bool]:
         """Promote what the tiers hold of a prefix, for a request that is not looked up yet.
 
         Args:
@@ -118,7 +118,8 @@ class PrefixSearch:
             most: largest number of blocks to look at beyond the leading ones that the CPU tier holds.
 
         Returns:
-            True if nothing is left: all other blocks are held, in flight or missing.
+            The number of leading blocks that are held or in flight, and True if nothing is left: the next one is
+                missing, or there is none.
         """
         position = self._readable.leading(keys)
         seen = keys if most >= len(keys) - position else keys[: position + most]
@@ -128,7 +129,7 @@ class PrefixSearch:
         finally:
             for rows in walk.pinned:
                 self._primary.unpin(rows)
-        return not walk.waits and (end < len(seen) or len(seen) == len(keys))
+        return end, not walk.waits and (end < len(seen) or len(seen) == len(keys))
 
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
         keys, pending, stored_by_others = walk.keys, False, False
