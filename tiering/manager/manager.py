@@ -334,7 +334,8 @@ class TieringOffloadingManager(MissFacts):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._rest.until = None
-        finish, ended = self.primary_tier.finish_store, list[tuple[Sequence[OffloadKey], Rows, ReqContext]]()
+        finish = self.primary_tier.finish_store
+        ended: list[tuple[Sequence[OffloadKey], Rows, ReqContext]] = []
         for keys, ctx, success in stores:
             stored, rows = finish(keys, ctx.req_id, success)
             if stored:
@@ -342,7 +343,9 @@ class TieringOffloadingManager(MissFacts):
         if ended:
             self.news.announce()  # Lookups that wait for these blocks may be repeated.
             if self._advisor is not None:
-                self._advisor.stored([key for stored, _, _ in ended for key in stored])
+                self._advisor.stored(
+                    [key for stored, _, _ in ended for key in stored] if len(ended) > 1 else ended[0][0]
+                )
             if self._states:
                 self._cascade_ended(ended)
             if self._is_exclusive:
