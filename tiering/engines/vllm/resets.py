@@ -4,6 +4,9 @@ vLLM empties that cache only if no block is in use. A reset with ``reset_running
 requests back, but not those of requests that wait for a connector's load. vLLM then raises a RuntimeError. It asks no
 connector before, so the connector puts itself in front of the cache manager's ``reset_prefix_cache``.
 
+With asynchronous scheduling, vLLM itself keeps the blocks that a step in flight computes when their request gives them
+up, beside every connector that loads. A reset with ``reset_running_requests`` still raises the error during the step.
+
 Nothing here imports vLLM; its objects are read by attribute.
 """
 
