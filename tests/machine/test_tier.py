@@ -13,6 +13,7 @@ from tiering.machine.options import MACHINE_TYPE, MachineTierOptions
 from tiering.machine.tier import MACHINE_TIER
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
+from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import TierTests
 from tiers.memory import drop_medium, shared_medium
 
@@ -34,6 +35,9 @@ class TestMachineTierOverMemory(RawMemory, TierTests):
         with service_in_thread(self._socket, tier):
             yield
         drop_medium("machine")
+
+    def make_rig(self, model: str = "model-a") -> TierRig:
+        return TierRig(self.make_tier, group_bytes=self.group_bytes, model=model, shares_rows=True)
 
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         return machine_tier(context, self._socket)

@@ -58,6 +58,7 @@ class TierRig:
         events: events are enabled in the context; default: False.
         revision: revision of the weights in the context; default: none.
         clock: function that returns monotonic seconds, which pass by themselves; default: the real ones.
+        shares_rows: the context has a descriptor of the rows; default: False.
     """
 
     def __init__(
@@ -70,13 +71,17 @@ class TierRig:
         events: bool = False,
         revision: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        shares_rows: bool = False,
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        rows_fd = os.memfd_create("kv-tiering-rig")
-        weakref.finalize(self, os.close, rows_fd)
-        os.ftruncate(rows_fd, num_rows * stride)
-        os.fchmod(rows_fd, 0o600)
-        self.rows = np.frombuffer(mmap.mmap(rows_fd, num_rows * stride), np.uint8).reshape(num_rows, stride)
+        rows_fd = None
+        if shares_rows:
+            rows_fd = os.memfd_create("kv-tiering-rig")
+            weakref.finalize(self, os.close, rows_fd)
+            os.ftruncate(rows_fd, num_rows * stride)
+            os.fchmod(rows_fd, 0o600)
+        memory = mmap.mmap(-1 if rows_fd is None else rows_fd, num_rows * stride)
+        self.rows = np.frombuffer(memory, np.uint8).reshape(num_rows, stride)
         """The rows, shape (num_rows, row bytes)."""
         self.group_bytes = group_bytes
         """Bytes of a block, per KV-cache group."""
