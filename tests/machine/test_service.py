@@ -289,6 +289,44 @@ def test_the_service_keeps_rows_until_the_io_has_ended(path: Path) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("common", [False, True])
+def test_a_load_waits_for_no_read_of_a_block_that_a_reset_has_invalidated(path: Path, common: bool) -> None:
+    """The medium may end such a read with success: its bytes are those of the older weights, or epoch."""
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, held={key_of(1)}))
+        return made[-1]
+
+    load = Record(Kind.LOAD, 7, seconds=60.0, keys=[key_of(1)], rows=[3])
+    with service_in_thread(path, slow=build) as service:
+        old, waiting, new = Raw(path, tier="slow"), Raw(path, tier="slow"), Raw(path, tier="slow")
+        old.send(Record(Kind.FOLLOWED, old.receive(Kind.STATE).number), load)
+        assert until(lambda: len(made[0].loads) == 1, 30.0)
+        waiting.send(Record(Kind.FOLLOWED, waiting.receive(Kind.STATE).number), load)
+        waiting.send(Record(Kind.LOOKUP, 5, keys=[key_of(2)]))
+        assert waiting.receive(Kind.ANSWER).number == 5
+        state = new.receive(Kind.STATE)
+        if common:
+            made[0].has_successor = True
+            service.wake()
+            while (later := new.receive(Kind.STATE)).number == state.number:
+                pass
+            new.send(Record(Kind.FOLLOWED, later.number), load)
+        else:
+            new.send(Record(Kind.RESET, text=b"revision:1"), Record(Kind.FOLLOWED, state.number), load)
+        assert waiting.receive(Kind.RESULT).text == b"\0"
+        assert until(lambda: len(made[0].loads) == 2, 30.0)
+        made[0].finish(made[0].loads[0])
+        service.wake()
+        assert old.receive(Kind.RESULT).text == b"\1"
+        made[0].finish(made[0].loads[0], success=False)
+        service.wake()
+        assert new.receive(Kind.RESULT).text == b"\0"
+        for raw in (old, waiting, new):
+            raw.close()
+
+
 def test_a_tier_that_raises_is_out_of_service_and_the_others_serve(path: Path) -> None:
     def build(context: TierContext) -> FakeTier:
         return FakeTier(context.name, raises={"touch"})

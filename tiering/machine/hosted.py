@@ -223,13 +223,13 @@ class HostedTier:
         """Invalidate all blocks, for engines with other weights; the tier cannot go back to :data:`START`."""
         if weights == START:
             raise MessageError("a reset has no state of the weights")
-        self._drop_stores()
+        self._drop_waiting()
         self.weights = weights
         self.resetting = not self.tier.reset(self._clock(), revision_of(weights))
 
     def follow(self) -> None:
         """Enter a new common epoch; engines come back once they have emptied their rows."""
-        self._drop_stores()
+        self._drop_waiting()
         self.superseded = False
         self.generation = next(self._generations)
         self.resetting = not self.tier.reset(self._clock(), None, True)
@@ -237,7 +237,7 @@ class HostedTier:
     def fail(self) -> None:
         """Serve no engine any more, because the tier broke its contract."""
         self.failed = True
-        self._drop_stores()
+        self._drop_waiting()
         while self._lookups:
             engine, record, _ = self._lookups.popleft()
             engine.send(Record(Kind.ANSWER, record.number, seconds=-1.0))
@@ -245,10 +245,14 @@ class HostedTier:
             words = State(self.weights, self.epoch, 1, {}).text()
             engine.send(Record(Kind.STATE, self.generation, 0, text=words))
 
-    def _drop_stores(self) -> None:
+    def _drop_waiting(self) -> None:
+        """End the stores and loads that have not begun; a load that comes later waits for no read that has."""
         while self._stores:
             job, positions = self._stores.popleft()
             self._end([(job, position, False) for position in positions])
+        reading, self._reading = self._reading, {}
+        for read in reading.values():
+            self._end([(job, position, False) for job, position in read.followers])
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
