@@ -149,6 +149,15 @@ def test_another_version_is_refused_with_both_versions(service: MachineService, 
     assert f"version {VERSION + 1} of the messages, this one {VERSION}" in answer.text.decode()
 
 
+def test_the_first_state_comes_at_once(
+    service: MachineService, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.machine.hosted.STATE_SECONDS", 1e9)
+    one = raw()
+    one.connection.socket.settimeout(5.0)
+    assert one.receive(Kind.STATE).number > 0
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -309,6 +309,7 @@ class MachineService:
             space.peers.append(peer)
             _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.namespace.directory[:8])
         peer.send(Record(Kind.WELCOME, text=f"{self.instance}\0{names}".encode()))
+        peer.flush()  # the answer to a greeting is a message of its own; a state would be lost in it
 
     def _leave(self, peer: Peer) -> None:
         """Let go of an engine once none of its jobs runs."""
