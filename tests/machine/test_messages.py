@@ -128,6 +128,7 @@ def test_a_greeting_comes_back() -> None:
         Greeting("local", "{}", (4096,), 1, 4097).text(),
         Greeting("local", "{}", (4096,), 1 << 41, 4096).text(),
         Greeting("local", "{}", (0,), 1, 4096).text(),
+        Greeting("local", "\ud800", (4096,), 1, 4096).text(),
         Greeting("local", "{}", (4096,), 1, 4096, "weights").text(),
         Greeting("local", "{}", (4096,), 1, 4096).text().replace(b"}", b', "more": 1}'),
         b'{"tier": "local", "group_bytes": [true], "rows": 1, "stride": 4096}',

@@ -95,6 +95,7 @@ class Greeting:
                 raise MessageError("a number of the greeting is beyond its bounds")
             if not all(type(word) is str for word in texts) or len(text) > MAX_TEXT:
                 raise MessageError("a word of the greeting has the wrong type")
+            found.parameters.encode()  # JSON also has characters that are no text
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise MessageError(f"the greeting cannot be read: {error}") from error
         checked_weights(found.weights.encode(errors="surrogatepass"))
