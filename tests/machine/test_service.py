@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -22,11 +23,11 @@ from tiering.errors import ConfigError, RegionError, TieringError
 from tiering.machine.link import ServiceSocket, greet
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
 from tiering.machine.rows import RowSpace, check_rows
-from tiering.machine.service import MachineService
+from tiering.machine.service import IDLE_SECONDS, MachineService
 from tiering.machine.words import Greeting
 from tiering.primary.memory.region import SharedRegion
 from tiering.secondary.contract import TierContext
-from tiering.testing.clock import until
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import TierRig
@@ -136,6 +137,35 @@ def test_the_socket_of_a_killed_service_is_replaced_and_another_file_is_not(path
     with pytest.raises(ConfigError, match="is there and is no socket"):
         MachineService(path, {}, most_bytes=1).listen()
     assert path.read_text() == "mine"
+
+
+def test_a_connection_without_a_free_descriptor_waits_and_does_not_keep_the_thread_awake(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, refused = FakeClock(), []
+
+    def refuse(listener: socket.socket) -> None:
+        refused.append(listener)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    service = MachineService(path, {}, most_bytes=1, clock=clock)
+    service.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(os.fspath(path))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", refuse)
+            for _ in range(4):
+                service.wake()
+                service.turn()
+        assert len(refused) == 1
+        clock.advance(IDLE_SECONDS)
+        ((message, _),) = messages([pack(Record(Kind.HELLO, text=Greeting("").text()))], 0)
+        peer.send(message)
+        service.turn()
+        service.turn()
+        assert read(peer.recv(MAX_MESSAGE), 0)[0].kind == Kind.WELCOME
+    service.stop()
+    assert service.run()
 
 
 def test_another_version_is_refused_with_both_versions(service: MachineService, path: Path) -> None:

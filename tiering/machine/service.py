@@ -6,7 +6,9 @@ thread waits for messages and announcements, and then runs a step of every tier,
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -57,6 +59,7 @@ _OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 10.0
 _LOG_SECONDS = 30.0
 _NOBODY = 65534
 _MOST_FDS = 4
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 TierBuilder = Callable[[TierContext], SecondaryTierManager]
 """Function that returns a tier that is not open."""
@@ -103,6 +106,8 @@ class MachineService:
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
         self._stopping = False
         self._listener: socket.socket | None = None
+        self._listen_again = math.inf
+        """Time from which connections are taken again after one for which there was no room."""
 
     # --------------------------------------------------------------------------------------------------------- the life
 
@@ -159,6 +164,9 @@ class MachineService:
 
     def turn(self) -> None:
         """Wait for messages or announcements, and run one step."""
+        if self._listener is not None and self._clock() >= self._listen_again:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._listen_again = math.inf
         busy = any(tier.busy for space in self._namespaces.values() for tier in space.tiers.values())
         for key, _ in self._selector.select(BUSY_SECONDS if busy else IDLE_SECONDS):
             key.data()
@@ -175,11 +183,13 @@ class MachineService:
     def _close(self) -> bool:
         """End all I/O, and let go of the engines."""
         deadline = self._clock() + self._shutdown_seconds
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
+        if (listener := self._listener) is not None:
+            self._listener = None
+            with suppress(KeyError):
+                self._selector.unregister(listener)
             with suppress(FileNotFoundError):
                 self.path.unlink()
+            listener.close()
         for peer in self._peers.values():
             peer.leaving = True
         while self._peers and self._clock() < deadline:
@@ -213,7 +223,13 @@ class MachineService:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            _log.debug("a connection ended before it was taken: %s", error)
+            if error.errno in _NO_ROOM:  # the connection still waits, and would wake the thread at once
+                self._selector.unregister(self._listener)
+                self._listen_again = self._clock() + IDLE_SECONDS
+                if number := self._refusals.admit():
+                    _log.warning("%d connection(s) wait or were refused; the last: %s", number, error.strerror)
+            else:
+                _log.debug("a connection ended before it was taken: %s", error)
             return
         connection.setblocking(False)
         peer = Peer(connection, f"engine-{next(self._numbers)}")
