@@ -139,6 +139,17 @@ def test_the_socket_of_a_killed_service_is_replaced_and_another_file_is_not(path
     assert path.read_text() == "mine"
 
 
+def test_the_end_of_a_service_leaves_the_socket_of_another(path: Path) -> None:
+    with service_in_thread(path, MEMORY):
+        path.unlink()
+        other = MachineService(path, {}, most_bytes=1)
+        other.listen()
+    assert path.is_socket()
+    other.stop()
+    assert other.run()
+    assert not path.exists()
+
+
 def test_a_connection_without_a_free_descriptor_waits_and_does_not_keep_the_thread_awake(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

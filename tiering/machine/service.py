@@ -106,6 +106,7 @@ class MachineService:
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
         self._stopping = False
         self._listener: socket.socket | None = None
+        self._inode = 0
         self._listen_again = math.inf
         """Time from which connections are taken again after one for which there was no room."""
 
@@ -140,6 +141,7 @@ class MachineService:
             listener.bind(os.fspath(self.path))
         finally:
             os.umask(umask)
+        self._inode = self.path.lstat().st_ino
         listener.listen(64)
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -188,7 +190,8 @@ class MachineService:
             with suppress(KeyError):
                 self._selector.unregister(listener)
             with suppress(FileNotFoundError):
-                self.path.unlink()
+                if self.path.lstat().st_ino == self._inode:  # another service may have the path by now
+                    self.path.unlink()
             listener.close()
         for peer in self._peers.values():
             peer.leaving = True
