@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from tests.machine.hosts import service_in_thread
 from tests.medium.named_memory import RawMemory
+from tiering.machine.link import ServiceSocket
+from tiering.machine.messages import MAX_MESSAGE
 from tiering.machine.options import MACHINE_TYPE, MachineTierOptions
 from tiering.machine.tier import MACHINE_TIER
 from tiering.medium.block_store import Place
@@ -44,3 +47,15 @@ class TestMachineTierOverMemory(RawMemory, TierTests):
 
     def raw_places(self) -> Sequence[Place]:
         return list(self.memory.frames)
+
+
+def test_a_message_that_cannot_be_sent_ends_the_connection() -> None:
+    """Its jobs would never be reported; the end of the connection lets the service report them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = ServiceSocket(ours)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.settimeout(5.0)
+    assert connection.send(bytes(MAX_MESSAGE))
+    assert theirs.recv(MAX_MESSAGE) == b""
+    connection.close()
+    theirs.close()

@@ -79,7 +79,8 @@ class ServiceSocket:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # the end of the connection is on its way
+            self.leave()  # it has ended, or else a message is lost: the service then reports all jobs, and hangs up
+            return True
         self.sent += 1
         return True
 
