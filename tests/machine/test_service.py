@@ -8,6 +8,7 @@ import random
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,38 @@ def test_a_load_waits_for_no_read_of_a_block_that_a_reset_has_invalidated(path: 
         assert new.receive(Kind.RESULT).text == b"\0"
         for raw in (old, waiting, new):
             raw.close()
+
+
+def test_a_medium_that_hangs_delays_the_other_namespaces_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tier is to be opened again, for an engine whose weights are those of the start."""
+    monkeypatch.setattr("tiering.machine.service.CLOSE_AGAIN", 0.1)
+    made: list[Hung] = []
+
+    class Hung(FakeTier):
+        def shutdown(self, deadline: float) -> bool:
+            waits.append(deadline > time.monotonic())
+            return self.stops
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(Hung(context.name, stops=False))
+        return made[-1]
+
+    waits: list[bool] = []
+    with service_in_thread(path, slow=build):
+        gone, new = Raw(path, tier="slow"), Raw(path, tier="slow")
+        gone.receive(Kind.STATE)
+        gone.send(Record(Kind.RESET, text=b"private:x"))
+        while not gone.receive(Kind.STATE).text.startswith(b"private:x"):
+            pass
+        gone.close()
+        assert until(lambda: len(waits) >= 3, 30.0)
+        assert waits[:3] == [True, False, False]
+        made[0].stops = True
+        assert until(lambda: len(made) == 2, 30.0)
+        while not new.receive(Kind.STATE).text.startswith(b"start"):
+            pass
+        made[1].stops = True
+        new.close()
 
 
 def test_a_tier_that_raises_is_out_of_service_and_the_others_serve(path: Path) -> None:

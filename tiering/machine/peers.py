@@ -87,3 +87,5 @@ class HostedNamespace:
         """The connections of its engines."""
         self.news = ExitStack()
         """Ends the listening to the tiers' announcements."""
+        self.close_due = 0.0
+        """Time of the next attempt to close tiers that will be opened again; 0 without one."""

@@ -55,7 +55,10 @@ COPY_THREADS = 4
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
-_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 10.0
+CLOSE_AGAIN = 10.0
+"""Seconds between two attempts to close the tiers of a namespace that opens them again."""
+
+_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
 _LOG_SECONDS = 30.0
 _NOBODY = 65534
 _MOST_FDS = 4
@@ -471,10 +474,16 @@ class MachineService:
                 self._guarded(space, hosted, partial(hosted.move, weights))
         used = any(peer.hosted is not None and peer.weights == peer.hosted.weights for peer in space.peers)
         waiting = any(hosted.engines[0].weights == START for hosted in left)
-        if not waiting or used or space.broken or not all(hosted.idle for hosted in space.tiers.values()):
+        now, first = self._clock(), not space.close_due
+        if space.broken or now < space.close_due or not all(hosted.idle for hosted in space.tiers.values()):
             return
-        # A tier cannot go back to the epoch of its start; one that is opened again can.
-        if self._close_tiers(space, self._clock() + _CLOSE_SECONDS):
+        if first and (used or not waiting):
+            return
+        # A tier cannot go back to the epoch of its start; one that is opened again can. A hung medium delays the other
+        # namespaces once: later attempts wait for nothing.
+        space.close_due = now + CLOSE_AGAIN
+        if self._close_tiers(space, now + _CLOSE_SECONDS * first):
+            space.close_due = 0.0
             space.news = ExitStack()
             try:
                 self._build(space, START)
