@@ -473,3 +473,12 @@ def test_words_of_engines_are_refused_in_the_stack_of_a_service(words: dict[str,
     with pytest.raises(ConfigError, match=reason):
         check_service("stack", load_stack({**stack_of(), "secondary": tiers, **words}))
     check_service("stack", load_stack(stack_of(MEMORY)))
+
+
+def test_the_end_of_a_service_gives_its_address_space_back(path: Path) -> None:
+    """One process has room for 32 times the range that a service reserves."""
+    for _ in range(40):
+        with service_in_thread(path, MEMORY):
+            engine = SmallEngine(path)
+            assert engine.serving()
+            engine.close()

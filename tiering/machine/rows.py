@@ -30,6 +30,7 @@ RESERVED_BYTES = 1 << 42
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
@@ -105,3 +106,10 @@ class RowSpace:
         """Unmap the rows from ``first`` on; nothing touches them any more."""
         nbytes = self._taken.pop(first) * self.stride
         _map(self._address + first * self.stride, nbytes, _PROT_NONE, _NOTHING | _MAP_FIXED)
+
+    def close(self) -> None:
+        """Give the address space back; nothing has a view of the rows that it still uses."""
+        if self._num_rows:
+            _libc.munmap(self._address, self._num_rows * self.stride)
+        self._num_rows, self._taken = 0, {}
+        self.array = np.empty((0, self.stride), np.uint8)

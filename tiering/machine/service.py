@@ -206,7 +206,10 @@ class MachineService:
         self._copiers.stop()
         ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
         self._selector.close()
-        if not ended:
+        if ended:
+            for space in self._namespaces.values():
+                space.rows.close()
+        else:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
 
