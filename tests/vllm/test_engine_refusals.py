@@ -162,7 +162,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
+SLOW = {
+    *("prefill context parallelism", "unknown kind", "no hashes", "several groups in an old vLLM"),
+    *("states at all blocks", "states that are not whole", "states that an old vLLM keeps"),
+}
+"""Refusals of a described engine that test_refusals.py has too, without an engine."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in REFUSED]
+)
 def test_an_engine_that_cannot_work_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     refused = REFUSED[name]
     model = refused.write(tmp_path / "model")
