@@ -125,6 +125,7 @@ def test_an_engine_whose_disk_remembers_does_not_start_on_an_older_copy(
     in_a_new_epoch(start, bucket, other, clock)
     tiers = [disk_tier(tmp_path / "disk"), bucket_tier(bucket)]
     before = start(bucket, 1, tiers)
+    before.await_disk()
     before.store(K)
     before.manager.shutdown()
     bucket.redirect_to = other.endpoint
