@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from tiering import ModelIdentity, OffloadKey, ReqContext, load_stack, make_offload_key, open_manager
+from tiering import (
+    ModelIdentity,
+    OffloadKey,
+    ReqContext,
+    load_stack,
+    make_offload_key,
+    open_manager,
+    wait_for_prefix,
+)
+from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 
 GROUP_BYTES = (16384, 10000)
@@ -85,11 +93,8 @@ class SmallEngine:
         wrong: list[int] = []
         for number in numbers:
             key, ctx = key_of(number), self.request()
-            end = time.monotonic() + patience
-            while (answer := self.manager.lookup(key, ctx)) is None and time.monotonic() < end:
-                self.manager.on_schedule_end()
-                time.sleep(0.0002)
-            if answer:
+            match = wait_for_prefix(self.manager, [key], ctx, patience)
+            if match.hits and not match.pending:
                 row = int(self.manager.prepare_load([key], ctx).block_ids[0])
                 expected = content(number, self.weights)
                 if self._rows[row, : len(expected)].tobytes() != expected:
@@ -101,13 +106,12 @@ class SmallEngine:
 
     def settle(self, done: Callable[[], bool], patience: float = PATIENCE) -> bool:
         """Run steps until ``done()``, and return True if that came in time."""
-        end = time.monotonic() + patience
-        while not done():
-            if time.monotonic() > end:
-                return False
+
+        def step() -> bool:
             self.manager.on_schedule_end()
-            time.sleep(0.001)
-        return True
+            return done()
+
+        return done() or until(step, patience)
 
     def stored(self) -> bool:
         """Run steps until all stores have ended."""

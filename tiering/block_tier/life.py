@@ -208,8 +208,9 @@ class TierLife:
             self._service.leave(target)
         self._io.drop_waiting()
         self._jobs.poll()
+        waits = self._clock() < deadline
         self.wait(lambda: self.reset_done or not self._service.running, deadline)
-        if not self.reset_done:
+        if waits and not self.reset_done:
             logger.error(
                 "tier %s: the reset is not durable yet; the tier is out of service until the reset is durable",
                 self._name,
