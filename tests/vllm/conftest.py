@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.vllm.rig import prepare_environment
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 if not collect_ignore_glob:
     prepare_environment()
+    # Engines of several test processes compute at the same time, and their threads would spin for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 TIMEOUT = 1500
