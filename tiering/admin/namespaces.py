@@ -16,9 +16,6 @@ _PARAMETERS = re.compile(rf"{PARAMETERS}([0-9a-f]{{32}})\.json")
 _LEASE = re.compile(rf"{LEASES}([0-9a-f]{{32}})-([0-9a-f]{{32}})")
 _HOLDER = re.compile(rb"(process \d{1,10} on [!-~]{1,64})\n")
 
-DOCUMENTS = (PARAMETERS, EPOCHS, LEASES)
-"""Prefixes of the names of the documents that :func:`known_namespaces` reads."""
-
 
 def namespace_of(document: str) -> str | None:
     """Return the namespace that the name of a document holds, as 32 hex digits; None for other names."""

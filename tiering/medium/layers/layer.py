@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from tiering.medium.block_store import (
-    BatchStore,
-    BlockIO,
-    BlockStore,
-    Outcome,
-    Place,
-    RawBlock,
-    Settlement,
-    StoreProbe,
-    StoreTraits,
-)
+from tiering.medium.block_store import BatchStore, BlockIO, BlockStore, Outcome, StoreTraits
 
 Attempt = Callable[[Sequence[BlockIO]], list[Outcome]]
 """A put or get of several blocks."""
@@ -30,12 +21,6 @@ class StoreLayer(BatchStore):
     @property
     def traits(self) -> StoreTraits:
         return self.inner.traits
-
-    def open(self) -> None:
-        self.inner.open()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
         """Make an attempt to move ``blocks``, and return their outcomes.
@@ -53,38 +38,16 @@ class StoreLayer(BatchStore):
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self.around(self.inner.get, blocks, load=True)
 
-    def delete(self, places: Sequence[Place]) -> None:
-        self.inner.delete(places)
 
-    def probe(self, places: Sequence[Place]) -> StoreProbe:
-        return self.inner.probe(places)
+def _delegate(name: str) -> None:
+    def call(self: StoreLayer, *arguments: Any) -> Any:
+        return getattr(self.inner, name)(*arguments)
 
-    def read_again(self, place: Place, limit: int) -> RawBlock | None:
-        return self.inner.read_again(place, limit)
+    setattr(StoreLayer, name, call)
 
-    def delete_version(self, place: Place, version: str) -> bool:
-        return self.inner.delete_version(place, version)
 
-    def settle(self, place: Place, found: RawBlock) -> Settlement:
-        return self.inner.settle(place, found)
-
-    def read_document(self, name: str) -> bytes | None:
-        return self.inner.read_document(name)
-
-    def write_document(self, name: str, data: bytes) -> None:
-        self.inner.write_document(name, data)
-
-    def list_documents(self, prefix: str) -> Iterable[str]:
-        return self.inner.list_documents(prefix)
-
-    def create_document(self, name: str, data: bytes) -> bytes | None:
-        return self.inner.create_document(name, data)
-
-    def prove_damage(self, name: str, content: bytes) -> None:
-        self.inner.prove_damage(name, content)
-
-    def remove_document(self, name: str) -> None:
-        self.inner.remove_document(name)
-
-    def reclaim(self, place_prefix: str) -> int:
-        return self.inner.reclaim(place_prefix)
+for _name in (
+    *("open", "close", "delete", "probe", "read_again", "delete_version", "settle", "reclaim", "prove_damage"),
+    *("read_document", "write_document", "list_documents", "create_document", "remove_document"),
+):
+    _delegate(_name)
