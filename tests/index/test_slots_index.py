@@ -296,31 +296,7 @@ def test_a_replaced_slot_that_is_being_read_is_free_only_afterwards() -> None:
     assert index.begin_load([K[0]]) == [1]
 
 
-# ------------------------------------------------------------------------------------------------------------ shrinking
-
-
-def test_slots_without_space_on_the_medium_are_retired_and_come_back() -> None:
-    index = make_index(4)
-    plan = index.plan_store(K[:2], NOW)
-    index.states.retire_full(K[:2], np.array(plan.places))
-    index.end_store(K[:2], plan.places, [False, False], NOW)
-    assert (index.slots, index.free, index.states.full) == (2, 2, 2)
-    assert len(index.plan_store(K[2:8], NOW).positions) == 2
-    assert index.states.restore_full() == 2
-    assert (index.slots, index.free) == (4, 2)
-
-
-def test_slots_without_space_that_are_on_trial_come_back_with_the_others_when_the_trial_ends() -> None:
-    index = make_index(4)
-    plan = index.plan_store(K[:3], NOW)
-    index.states.retire_full(K[:3], np.array(plan.places))
-    index.end_store(K[:3], plan.places, [False] * 3, NOW)
-    on_trial = index.borrow(1)
-    assert index.states.restore_full() == 3
-    assert (index.slots, index.states.full) == (3, 0), "the medium would be asked for space again"
-    index.give_back([])
-    assert (index.slots, index.free, index.states.full) == (4, 4, 0)
-    assert on_trial[0] in index.plan_store(K[3:7], NOW).places
+# ------------------------------------------------------------------------------------------------------------ bad slots
 
 
 def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_its_block_does_not_count() -> None:
@@ -336,18 +312,6 @@ def test_a_bad_slot_that_is_written_is_out_of_use_when_its_writer_has_ended_and_
     assert (index.lookup_prefix(K[1:2], NOW).held, index.blocks, index.slots) == (1, 1, 1)
     index.states.restore([bad])
     assert (index.slots, index.free, index.retired_for_errors) == (2, 1, 0)
-
-
-def test_bad_slots_are_told_apart_from_those_without_space() -> None:
-    index = make_index(6)
-    store(index, K[:2])
-    assert index.retire([0, 5]) == K[:1]
-    plan = index.plan_store(K[2:3], NOW)
-    index.states.retire_full(K[2:3], np.array(plan.places))
-    index.end_store(K[2:3], plan.places, [False], NOW)
-    assert (index.slots, index.states.full, index.retired_for_errors) == (3, 1, 2)
-    assert index.states.restore_full() == 1
-    assert sorted(store(index, K[3:6]).places) == [2, 3, 4]
 
 
 def test_bad_slots_known_from_before_are_never_handed_out_when_they_are_seen() -> None:
@@ -484,14 +448,11 @@ def test_slots_out_of_use_foreign_or_on_trial_are_lost_with_the_others() -> None
     index.add_free(np.arange(6))
     index.states.add_foreign(np.arange(6, 8))
     index.retire([1])
-    plan = index.plan_store(K[:1], NOW)
-    index.states.retire_full(K[:1], np.array(plan.places))
-    index.end_store(K[:1], plan.places, [False], NOW)
     trial = index.borrow(2)
     assert index.states.fail(0, 8) == []
     assert index.states.leaving == set(trial)
-    index.give_back(trial)
-    assert (index.states.leaving, index.slots, index.free, index.states.full) == (set(), 0, 0, 0)
+    index.give_back()
+    assert (index.states.leaving, index.slots, index.free) == (set(), 0, 0)
     index.add_free(np.arange(8))
     assert (index.slots, index.free, index.retired_for_errors) == (8, 8, 0), (
         "a new segment lies elsewhere on the device"

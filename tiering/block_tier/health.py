@@ -118,7 +118,7 @@ class HealthCheck:
 
         def ended(result: None, error: BaseException | None) -> None:
             self._writing = False
-            self._index.give_back([slot for slot in slots if outcomes.get(slot) is Done.DONE])
+            self._index.give_back()
             bad = [slot for slot, outcome in outcomes.items() if isinstance(outcome, DeviceError)]
             if bad:
                 self._on_bad_places(bad)

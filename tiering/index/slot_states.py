@@ -1,8 +1,7 @@
 """States of the slots that hold no block of this tier: foreign, unseen, and retired slots.
 
 :class:`tiering.index.slots.SlotIndex` describes the states. This module counts the slots in use, and takes
-slots out of use. Those are slots for which the medium has no space, *bad* slots with a device error, slots on trial,
-and slots that the medium has lost.
+slots out of use: *bad* slots with a device error, slots on trial, and slots that the medium has lost.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class SlotStates:
         """Slots with a device error: retired, or to be retired once their content is known."""
         self.condemned: set[int] = set()
         """Bad slots that are still being read or written; retired when their I/O has ended."""
-        self._borrowed: dict[int, bool] = {}
-        """Slots on trial; True for those that were retired before."""
+        self._borrowed: set[int] = set()
+        """Slots on trial."""
 
     # ----------------------------------------------------------------------------------------- the content of the slots
 
@@ -94,46 +93,12 @@ class SlotStates:
     # ---------------------------------------------------------------------------------------------------- retired slots
 
     @property
-    def full(self) -> int:
-        """Number of slots taken out of use by :meth:`retire_full` because the medium had no space."""
-        return len(self.full_slots())
-
-    @property
     def revoked(self) -> Collection[Place]:
         """Slots whose writes do not count, however they end.
 
         The medium has lost these slots, or the device has reported an error there.
         """
         return self.leaving | self.bad if self.bad else self.leaving
-
-    def is_retired(self, slot: int) -> bool:
-        """Return True if ``slot`` is retired."""
-        return slot in self._retired
-
-    def retire_full(self, keys: Sequence[OffloadKey], slots: Rows) -> None:
-        """Take slots for which the medium has no space out of use.
-
-        Call this method before ``SlotIndex.end_store`` of the same slots.
-
-        Args:
-            keys: keys for which the slots were planned, co-indexed.
-            slots: slots whose write is about to end.
-        """
-        fresh = [position for position, slot in enumerate(slots.tolist()) if not self._table.is_quarantined(slot)]
-        self._table.disown([keys[position] for position in fresh], slots[fresh])
-        self._retired.update(slots[fresh].tolist())
-        self.in_use -= len(fresh)
-
-    def restore_full(self) -> int:
-        """Take the slots that :meth:`retire_full` retired back into use, and return how many there are.
-
-        Those on trial are free when the trial has ended, however it ends.
-        """
-        chosen = self.full_slots()
-        on_trial = chosen & self._borrowed.keys()
-        self._borrowed.update(dict.fromkeys(on_trial, False))
-        self._restore(chosen - on_trial)
-        return len(chosen)
 
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         """Take slots with a device error out of use until :meth:`restore`, and return the keys held there.
@@ -185,10 +150,6 @@ class SlotStates:
         self.bad -= good
         self._restore(self._retired & good)
 
-    def full_slots(self) -> set[int]:
-        """Return the slots taken out of use by :meth:`retire_full`, those on trial included."""
-        return {slot for slot in self._retired - self.bad if self._borrowed.get(slot, True)}
-
     def _count_out(self, slot: int) -> None:
         self._retired.add(slot)
         self.in_use -= 1
@@ -209,27 +170,21 @@ class SlotStates:
     # ----------------------------------------------------------------------------------------------------------- trials
 
     def borrow(self, count: int) -> list[Place]:
-        """Return slots for a trial; those retired for lack of space come first, because the trial tests them."""
-        retired = sorted(self.full_slots() - self._borrowed.keys())[:count]
-        self._borrowed.update(dict.fromkeys(retired, True))
-        free = self._table.take_free(count - len(retired)).tolist()
-        self._borrowed.update(dict.fromkeys(free, False))
+        """Return free slots for a trial."""
+        free = self._table.take_free(count).tolist()
+        self._borrowed.update(free)
         for slot in free:
             self._count_out(slot)
-        places: list[Place] = [*retired, *free]
-        return places
+        return [*free]
 
-    def give_back(self, good: Sequence[Place]) -> None:
-        """End a trial and take all borrowed slots back; those in ``good`` could be written."""
-        borrowed, self._borrowed = self._borrowed, {}
-        lost = self.leaving & borrowed.keys()
+    def give_back(self) -> None:
+        """End a trial and take all borrowed slots back."""
+        borrowed, self._borrowed = self._borrowed, set()
+        lost = self.leaving & borrowed
         self.leaving -= lost
         self._retired -= lost
         self._table.forget(np.array(sorted(lost), np.int64))
-        borrowed = {slot: retired for slot, retired in borrowed.items() if slot not in lost}
-        self._restore(
-            {slot for slot, retired in borrowed.items() if (not retired or slot in good) and slot not in self.bad}
-        )
+        self._restore(borrowed - lost - self.bad)
 
     # --------------------------------------------------------------------------------- slots that leave after their I/O
 
@@ -246,7 +201,7 @@ class SlotStates:
         if table.readable:  # not if the index was cleared, because the medium is another one
             held = table.drop(table.readable_in(start, stop))
         table.disown(written, np.array([table.pending[key] for key in written], np.int64))
-        retired = _within(self._retired, start, stop) - self._borrowed.keys()
+        retired = _within(self._retired, start, stop) - self._borrowed
         self._retired -= retired
         table.forget(np.array(sorted(retired), np.int64))
         self.condemned -= _within(self.condemned, start, stop)
@@ -256,7 +211,7 @@ class SlotStates:
         foreign = int(np.count_nonzero(self.is_foreign[start:stop]))
         self.is_foreign[start:stop] = False
         self.foreign -= foreign
-        self.in_use -= table.forget_free(start, stop) + foreign + len(busy - self._borrowed.keys())
+        self.in_use -= table.forget_free(start, stop) + foreign + len(busy - self._borrowed)
         return held
 
     def end_io(self, places: Sequence[Place]) -> None:

@@ -9,8 +9,7 @@ Each slot is in exactly one of these states:
   this tier is evicted.
 - *unseen*: not known yet, because the medium is being recovered or the room is not prepared yet. Unseen slots are
   neither allocated nor found by lookups.
-- *retired*: out of use, because the medium had no space for it, or because its device reported an error there (a *bad*
-  slot).
+- *retired*: out of use, because its device reported an error there (a *bad* slot), or on trial.
 
 All slots are unseen at first. :meth:`SlotIndex.add_free`, :meth:`SlotIndex.merge` and ``SlotIndex.states`` record
 their content. Slots that hold no block of this tier are in :mod:`tiering.index.slot_states`.
@@ -187,13 +186,10 @@ class SlotIndex(TierIndex):
         table = self._table
         rows = np.array(places, np.int64)
         if table.any_quarantined(places):
-            retired = np.array([self.states.is_retired(row) for row in rows.tolist()], np.bool_)
-            orphaned = ~retired & np.array([table.is_quarantined(row) for row in rows.tolist()], np.bool_)
-            if orphaned.any():
-                table.end_writing(rows[orphaned])
-            mine = ~orphaned & ~retired
-            keys, stored = list(compress(keys, mine)), list(compress(stored, mine))
-            rows = rows[mine]
+            orphaned = np.array([table.is_quarantined(row) for row in rows.tolist()], np.bool_)
+            table.end_writing(rows[orphaned])
+            keys, stored = list(compress(keys, ~orphaned)), list(compress(stored, ~orphaned))
+            rows = rows[~orphaned]
         if False in stored:
             good = np.array(stored, np.bool_)
             table.abort(list(compress(keys, map(not_, stored))), rows[~good])
@@ -347,8 +343,8 @@ class SlotIndex(TierIndex):
     def borrow(self, count: int) -> list[Place]:
         return self.states.borrow(count)
 
-    def give_back(self, good: Sequence[Place]) -> None:
-        self.states.give_back(good)
+    def give_back(self) -> None:
+        self.states.give_back()
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

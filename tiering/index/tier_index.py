@@ -275,12 +275,8 @@ class TierIndex(ABC):
         """
         return []
 
-    def give_back(self, good: Sequence[Place]) -> None:
-        """End a trial of writes and take all borrowed slots back.
-
-        Args:
-            good: borrowed slots that could be written; these are free now. The others return to their previous state.
-        """
+    def give_back(self) -> None:
+        """End a trial of writes and take all borrowed slots back."""
 
     @abstractmethod
     def clear(self) -> Sequence[Table]:

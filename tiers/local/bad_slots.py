@@ -22,8 +22,7 @@ from xxhash import xxh3_128_digest
 from tiering import DeviceError, StoreError
 from tiering.tier import Chore, Place, RateLimit, store_errors
 from tiers.local.layout import PAGE
-from tiers.local.parts import LocalParts
-from tiers.local.store import LocalStore
+from tiers.local.store import LocalParts, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from tiering.tier import SEQUENCE, Backoff, Chore, Namespace, store_errors
 from tiers.local.checkpoint import CheckpointWriter
-from tiers.local.parts import LocalParts
-from tiers.local.store import Inspection
+from tiers.local.store import Inspection, LocalParts
 
 logger = logging.getLogger("kv_tiering.local")
 

@@ -8,16 +8,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
-from tiers.local.layout import FRESH, PAGE, entries_of, parse_segment, used_bytes
+from tiering.tier import fresh_name
+from tiers.local.layout import FRESH, entries_of, parse_segment, used_bytes
 from tiers.local.segments import Segments
 
 logger = logging.getLogger("kv_tiering.local")
-
-LEAST_RESERVE = 4 << 20
-"""Fewest bytes that stay free on a disk that has refused writes; a segment, if that is smaller."""
 
 UNRESERVED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that reserve no space (fallocate)."""
@@ -39,11 +36,6 @@ class Room:
     def __init__(self, segments: Segments, capacity: int) -> None:
         self.capacity = capacity
         """Bytes of everything in the directory."""
-        self.reserve = 0
-        """Bytes that a new segment leaves free; 0 until the disk has refused writes to slots.
-
-        Where every write takes new space (copy on write), segments must not take the last of it.
-        """
         self._directory = segments.directory
         self._geometry = segments.geometry
         self._files = segments.files
@@ -105,70 +97,35 @@ class Room:
                 return True
         return False
 
-    def regain(self, worst: Sequence[int], *, relapsed: bool) -> bool:
-        """Drop segments until the disk takes writes again, a part of them at most; return True if it does.
-
-        Args:
-            worst: segments that go first.
-            relapsed: the disk has refused writes again since it took some.
-        """
-        segment_bytes = self._geometry.segment_bytes
-        self.reserve = self.reserve or min(segment_bytes, max(LEAST_RESERVE, 4 * self._geometry.slot_bytes))
-        # A full directory has room for a small trial only, which shows a disk that takes nothing.
-        room = self.capacity - used_bytes(self._directory)
-        size = self.reserve if relapsed else min(self.reserve, room)
-        if size >= PAGE and self._has_space(size):
+    def regain(self) -> bool:
+        """Return True if the disk takes writes again; if not, drop an eighth of the segments, at least one."""
+        size = min(self._geometry.slot_bytes, self.capacity - used_bytes(self._directory))
+        if size > 0 and self._takes(size):
             return True
         for _ in range(max(1, len(self._segments.existing()) // _DROPPED_AT_ONCE)):
-            if not self.drop_one(worst):
-                return False
-            if self._has_space(self.reserve):
-                # If writes are refused again, the reserve was too small.
-                self.reserve = min(segment_bytes, 2 * self.reserve)
-                return True
+            if not self.drop_one():
+                break
         return False
 
-    def _has_space(self, size: int) -> bool:
-        """Return True if the capacity and the disk have space for ``size`` more bytes."""
-        if used_bytes(self._directory) + size > self.capacity:
-            return False
+    def _takes(self, size: int) -> bool:
+        """Write ``size`` bytes, and return True if the disk has taken them: quotas show nowhere else."""
+        trial = self._directory / "trial"
         try:
-            self.try_space(size)
+            self._files.replace(trial, [memoryview(mmap.mmap(-1, size))])
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
             return False
+        finally:
+            self._files.unlink(fresh_name(trial))
+            self._files.unlink(trial)
         return True
 
-    def try_space(self, size: int) -> None:
-        """Raise :class:`OSError` unless the disk has space for ``size`` more bytes.
-
-        Trying is the only test: quotas do not show in the free space of a file system.
-        """
-        path = self._directory / f"trial{FRESH}"
-        self._files.unlink(path)
-        fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            self._files.allocate(fd, size)
-        except OSError as error:
-            if error.errno not in UNRESERVED:
-                raise
-            zeros = memoryview(mmap.mmap(-1, min(size, LEAST_RESERVE)))
-            for offset in range(0, size, len(zeros)):
-                self._files.write_all(fd, zeros[: size - offset], offset)
-            self._files.fdatasync(fd)
-        finally:
-            self._files.close(fd)
-            self._files.unlink(path)
-
-    def drop_one(self, worst: Sequence[int] = ()) -> bool:
+    def drop_one(self) -> bool:
         """Free the space of one segment: the oldest that is not in use, or else the oldest of several in use.
 
         A segment in use is emptied, because open descriptors would keep a deleted file's space. The next inspection
         reports the segment as damaged. Return False if no segment can be dropped.
-
-        Args:
-            worst: segments in use that go first; default: none.
         """
         for stranger in self.strangers():
             if self._files.status(stranger).st_blocks:
@@ -179,9 +136,7 @@ class Room:
         modified = {number: state[1] for number, state in self._segments.modified().items() if number not in dropped}
         if len(modified) < 2:
             return False
-        oldest = next(
-            filter(modified.__contains__, worst), min(modified, key=lambda number: (modified[number], number))
-        )
+        oldest = min(modified, key=lambda number: (modified[number], number))
         path = self._directory / self._geometry.segment_name(oldest)
         logger.warning("%s is full: truncating %s; its blocks are lost", self._directory, path.name)
         fd = self._files.open(path, os.O_RDWR)

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from tiering.tier import SEQUENCE, Backoff, Chore, OffloadKey, TierStats
-from tiers.local.parts import LocalParts
 from tiers.local.recovery import RecoveredBatch, Recovery
+from tiers.local.store import LocalParts
 
 logger = logging.getLogger("kv_tiering.local")
 

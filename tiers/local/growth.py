@@ -6,15 +6,13 @@ The scheduler's thread decides when; :mod:`tiers.local.new_segments` creates the
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
 from tiering.tier import Backoff, Chore, IoTask, RateLimit
 from tiers.local.new_segments import SegmentPace
-from tiers.local.parts import LocalParts
-from tiers.local.store import Inspection
+from tiers.local.store import Inspection, LocalParts
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -29,6 +27,9 @@ RETRY_SPACE_MOST = 900.0
 
 RECOVERY_FIRST_SECONDS = 1.0
 """Seconds from the opening in which recovery, which may return free slots, comes before a new segment."""
+
+AFTER_DROP_SECONDS = 3600.0
+"""Seconds for which no segment is added after segments were dropped on a full disk, so that they leave room."""
 
 _LOG_PERIOD = 3600.0
 """Seconds between two lines about a disk that stays full."""
@@ -61,10 +62,8 @@ class Growth:
         self._recovering = recovering
         self._added = added
         self._recovery_first_until = float("-inf")
-        self._refused = False
-        """True from refused writes until the disk takes writes again, also without the refused slots."""
-        self._restored = float("-inf")
-        """Time when slots that the disk had refused were taken back into use."""
+        self._refused = self._dropped = False
+        """True from refused writes until the disk takes writes again, and if segments were dropped meanwhile."""
         self._per_segment = parts.store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
@@ -120,7 +119,7 @@ class Growth:
     def start_over(self) -> None:
         """Drop all segments, because another directory is in place of the opened one."""
         self._seen.clear()
-        self._complete = self._spares_strangers = self._refused = False
+        self._complete = self._spares_strangers = self._refused = self._dropped = False
         self._waits.succeeded()
         self._no_space_until = float("-inf")
         self._set_growing()
@@ -134,7 +133,7 @@ class Growth:
         self._set_growing()
 
     def writes_refused(self, blocks: int, reason: str) -> None:
-        """Wait before slots are used again for which the disk has no space.
+        """Drop segments after a while if the disk still takes no writes to slots.
 
         Args:
             blocks: number of blocks that could not be written.
@@ -193,9 +192,10 @@ class Growth:
             return
         if not may_add:
             return
-        refused = self._index.states.full_slots()
-        if refused or self._refused:
-            self._regain(refused)
+        if self._refused:
+            self._pace = SegmentPace()
+            regain = IoTask("regain", lambda: (self._store.regain(), self._store.inspect()), self._regained)
+            self._io.run(regain)
             return
         if free >= wanted and self._recovering() and self._clock() < self._recovery_first_until:
             return
@@ -227,40 +227,18 @@ class Growth:
             if self._index.free < self._places_wanted():
                 self._grow()
         elif not inspection.damaged and not self._spares_strangers:
-            self._complete = not self._index.states.full
+            self._complete = True
             self._set_growing()
 
-    def _regain(self, refused: set[int]) -> None:
-        """Drop segments until the disk takes writes again, and use the slots again that it had refused.
-
-        The segments with most of these slots are the first, because they hold the fewest blocks.
-        """
-        self._pace = SegmentPace()
-        store, counts = self._store, Counter(slot // self._per_segment for slot in refused)
-        worst = [number for number, _ in counts.most_common()]
-        relapsed = self._clock() < self._restored + 2 * RETRY_SPACE_SECONDS
-
-        def regain() -> tuple[Inspection, bool]:
-            inspection = store.inspect()
-            regained = inspection.moved is None and store.regain(worst, relapsed=relapsed)
-            return store.inspect(), regained
-
-        self._io.run(IoTask("regain", regain, self._regained))
-
-    def _regained(self, found: tuple[Inspection, bool] | None, error: BaseException | None) -> None:
+    def _regained(self, found: tuple[bool, Inspection] | None, error: BaseException | None) -> None:
         self._pace = None
         if found is None:
             self._no_segment(str(error))
             return
-        inspection, regained = found
-        if not self._examine(inspection):
-            return
-        if regained:
-            self._refused = False
-            self._restored = self._clock()
-            self._index.states.restore_full()
-        else:
-            self._wait(RETRY_SPACE_SECONDS)
+        regained, inspection = found
+        if self._examine(inspection):
+            self._wait(RETRY_SPACE_SECONDS if not regained else AFTER_DROP_SECONDS if self._dropped else 0.0)
+            self._refused, self._dropped = not regained, not regained
 
     def _add(self, number: int) -> None:
         self._seen.add(number)

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tiering.tier import Chore, RateLimit
-from tiers.local.parts import LocalParts
-from tiers.local.store import Inspection
+from tiers.local.store import Inspection, LocalParts
 
 logger = logging.getLogger("kv_tiering.local")
 

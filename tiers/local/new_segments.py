@@ -111,7 +111,7 @@ class NewSegments:
         """
         try:
             number = self._next_number(taken)
-            if number is None or not self.room.make(self._geometry.segment_bytes + self.room.reserve, delete=delete):
+            if number is None or not self.room.make(self._geometry.segment_bytes, delete=delete):
                 return None
             # The checkpoint may name blocks of an earlier segment with this number.
             self._marks.mark(number)
@@ -174,9 +174,8 @@ class NewSegments:
     def _no_segment(self, what: str) -> str:
         """Return a text with what is wanted, and with what the directory and its file system have."""
         found, geometry = os.statvfs(self._directory), self._geometry
-        spare = f" with {self.room.reserve} to spare" if self.room.reserve else ""
         return (
-            f"{what} of {geometry.segment_bytes} bytes{spare} in {self._directory}, which has "
+            f"{what} of {geometry.segment_bytes} bytes in {self._directory}, which has "
             f"{len(self._segments.existing())} of {geometry.max_segments}, where {found.f_bavail * found.f_frsize} "
             "bytes are free"
         )
@@ -209,9 +208,6 @@ class NewSegments:
         """
         final = self._directory / self._geometry.segment_name(segment)
         fresh = final.with_name(final.name + FRESH)
-        if self.room.reserve:
-            # Before the file takes space that writes to other segments need.
-            self.room.try_space(self._geometry.segment_bytes + self.room.reserve)
         try:
             self._files.unlink(fresh)
             fd = self._files.open(fresh, self._segments.flags | os.O_CREAT | os.O_EXCL)

@@ -11,12 +11,24 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import DeviceError, PermanentStoreError, PlaceLostError, StoreError, TemporaryStoreError
-from tiering.tier import BatchStore, BlockIO, Done, Files, Outcome, StoreTraits, store_error, store_errors
+from tiering.tier import (
+    BatchStore,
+    BlockIO,
+    Done,
+    Files,
+    IoSide,
+    Outcome,
+    SlotIndex,
+    StoreTraits,
+    store_error,
+    store_errors,
+)
 from tiers.local.checkpoint import WrittenMarks
 from tiers.local.device import probe_direct
 from tiers.local.directory_room import Room
@@ -222,18 +234,15 @@ class LocalStore(BatchStore):
             if not self.segments.read_only:
                 self.new_segments.room.make(0)
 
-    def regain(self, worst: Sequence[int], *, relapsed: bool) -> bool:
-        """Drop segments until the disk takes writes again, a part of them at most; return True if it does.
-
-        Args:
-            worst: segments that go first.
-            relapsed: the disk has refused writes again since it took some.
+    def regain(self) -> bool:
+        """Return True if the disk takes writes again; if not, drop some segments.
 
         Raises:
             StoreError: no segment can be dropped.
         """
         with store_errors(f"cannot drop a segment in {self.directory}"):
-            return not self.segments.read_only and self.new_segments.room.regain(worst, relapsed=relapsed)
+            owned = not self.segments.read_only and self.inspect().moved is None
+            return owned and self.new_segments.room.regain()
 
     def close(self) -> None:
         self._new_segments = None
@@ -376,6 +385,24 @@ class LocalStore(BatchStore):
 
     def _drop_one(self) -> bool:
         return not self.segments.read_only and self.new_segments.room.drop_one()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParts:
+    """Parts of one tier. The scheduler's thread owns the index and the work; tasks run on the I/O side."""
+
+    name: str
+    """Name of the tier, for log lines."""
+    store: LocalStore
+    """Store of the tier."""
+    index: SlotIndex
+    """Index of the tier."""
+    io: IoSide
+    """I/O side that runs the tasks."""
+    clock: Callable[[], float]
+    """Function that returns monotonic seconds."""
+    stop: threading.Event
+    """Event that is set when the tier shuts down."""
 
 
 def _slot(block: BlockIO) -> int:

@@ -12,8 +12,6 @@ import math
 import threading
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from tiering import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
 from tiering.tier import (
     Backoff,
@@ -22,7 +20,6 @@ from tiering.tier import (
     Done,
     Files,
     Namespace,
-    Outcome,
     Place,
     SlotIndex,
     TierContext,
@@ -35,10 +32,9 @@ from tiers.local.growth import Growth
 from tiers.local.inspections import Inspections
 from tiers.local.layout import SegmentGeometry, tier_directory
 from tiers.local.local_options import LocalOptions
-from tiers.local.parts import LocalParts
 from tiers.local.recovery import Remembered, recover
 from tiers.local.segments import Damage, UnsyncedError
-from tiers.local.store import Inspection, LocalStore
+from tiers.local.store import Inspection, LocalParts, LocalStore
 
 logger = logging.getLogger("kv_tiering.local")
 
@@ -208,12 +204,8 @@ class LocalTier(BlockTier):
         if job.is_promotion:
             return
         self.checkpoints.changed = True
-        full = [position for position, outcome in enumerate(job.outcomes) if _is_full(outcome)] if failed else []
-        if full:
-            keys = [job.moved[position] for position in full]
-            places = [job.places[position] for position in full]
-            self.index.states.retire_full(keys, np.array(places, np.int64))
-            self._growth.writes_refused(len(full), str(job.outcomes[full[0]]))
+        if failed and (full := [outcome for outcome in job.outcomes if isinstance(outcome, OutOfSpaceError)]):
+            self._growth.writes_refused(len(full), str(full[0]))
 
     def _note_change(self) -> None:
         self.checkpoints.changed = True
@@ -335,7 +327,3 @@ class LocalTier(BlockTier):
             len(lost),
             self.store.directory,
         )
-
-
-def _is_full(outcome: Outcome) -> bool:
-    return isinstance(outcome, OutOfSpaceError)
