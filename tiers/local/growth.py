@@ -29,7 +29,7 @@ RECOVERY_FIRST_SECONDS = 1.0
 """Seconds from the opening in which recovery, which may return free slots, comes before a new segment."""
 
 AFTER_DROP_SECONDS = 3600.0
-"""Seconds for which no segment is added after segments were dropped on a full disk, so that they leave room."""
+"""Seconds after segments were dropped on a full disk, for which none is added."""
 
 _LOG_PERIOD = 3600.0
 """Seconds between two lines about a disk that stays full."""

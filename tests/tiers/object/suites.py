@@ -84,6 +84,9 @@ class StoreSuite(Served, BlockStoreTests):
 
 
 class RealStoreSuite(StoreSuite):
+    many: ClassVar[int] = 1005
+    """More objects than a page of a list or a request of deletions has."""
+
     def test_only_the_version_that_was_read_is_deleted(self, store: ObjectStore) -> None:
         self.raw_write("ns/1", b"bad")
         found = store.read_again("ns/1", 10)
@@ -98,9 +101,9 @@ class RealStoreSuite(StoreSuite):
         assert not store.delete_version("ns/1", again.version)
 
     def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: ObjectStore) -> None:
-        for number in range(1005):
+        for number in range(self.many):
             self.raw_write(f"many/{number:04}", b"x")
-        assert store.reclaim("many/") == 1005
+        assert store.reclaim("many/") == self.many
         assert self.bucket.names(self._name("many/")) == []
 
     def test_a_block_is_copied_onto_itself(self, store: ObjectStore) -> None:

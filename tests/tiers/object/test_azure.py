@@ -50,6 +50,7 @@ VARIABLES = (
 @pytest.mark.azurite
 class TestStoreOnAzurite(RealStoreSuite):
     serve = staticmethod(azurite)
+    many = 300
 
 
 @pytest.mark.azurite
