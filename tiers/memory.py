@@ -68,7 +68,6 @@ class MemoryMedium:
         self.frames: dict[Place, Frame] = {}
         """Header and payload of each block, by slot."""
         self.documents: dict[str, bytes] = {}
-        """The documents, by name."""
         self.lock = threading.Lock()
         """Guards both dictionaries."""
 

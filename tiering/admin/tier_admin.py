@@ -43,7 +43,6 @@ class TierAdmin:
 
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         self.options: Any = options
-        """Options of the tier."""
         self.replica = replica
         """Name of the data-parallel replica, or None."""
         self.unreadable = 0

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 HASH_BITS = 32
 """Bits of the hash by which a key is in the sample or not."""
 HASHES = 1 << HASH_BITS
-"""Number of hash values."""
 SAMPLE = 8192
 """Number of keys in the sample; the estimate's mean error is then below one point."""
 

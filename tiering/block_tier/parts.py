@@ -23,19 +23,13 @@ class TierParts:
     """Parts of one tier, which its members share."""
 
     context: TierContext
-    """Environment of the tier."""
     options: BlockTierOptions
-    """Options of the tier."""
     store: BlockStore
     """The medium, without layers."""
     index: TierIndex
-    """Index of the blocks on the medium."""
     io: IoSide
-    """I/O side of the tier."""
     intake: Intake
-    """Admission and offers of the tier."""
     events: EventLog
-    """Events of the tier."""
     stats: TierStats
     """Counters that the scheduler's thread updates."""
 

@@ -106,17 +106,13 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
                 "derive the class from tiering.tier.BlockTierOptions"
             )
         self.context = context
-        """Environment of the tier."""
         self.options = options
-        """Options of the tier."""
         self.store = store
         """The medium, without layers."""
         self.index = index
-        """Index of the blocks on the medium."""
         self._announces = io is None
         """True if the I/O side announces all that it ends; another I/O side promises nothing."""
         self.io: IoSide = io or IoHost(store, options, context, element_size=element_size)
-        """I/O side of the tier."""
         self.stats = TierStats()
         """Counters that the scheduler's thread updates; :meth:`get_stats` adds the others."""
         self._intake = Intake(options.admission, options.fill_policy)

@@ -49,7 +49,6 @@ class BreakEven:
     blocks: int | None
     """Blocks of the prefix, for ``min_prefix_blocks``; None: no load is faster than the prefill."""
     tokens: int | None
-    """Tokens of these blocks."""
     runs: int = 1
     """Runs of the measurement with the best bandwidth."""
     limit: float | None = None

@@ -76,7 +76,6 @@ class TierDriver:
         in_memory = options.capacity_bytes or 0 if definition.distance == "process" else 0
         _check_memory(num_rows * stride + in_memory, f"{num_rows} rows for blocks of {format_bytes(block_bytes)}")
         self.block_bytes = block_bytes
-        """Bytes of a block."""
         self.rows: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(
             num_rows, stride
         )

@@ -135,11 +135,9 @@ class TierContent:
     """The blocks on one tier's medium, by namespace and epoch, and what could not be read."""
 
     place: str
-    """The medium's place."""
     owner: str | None
     """The process that owns the medium; None if there is none."""
     epochs: list[EpochContent]
-    """The content by namespace and epoch."""
     unreadable: int = 0
     """Number of places whose header is damaged or cannot be read; their blocks count nowhere else."""
 

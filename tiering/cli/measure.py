@@ -21,7 +21,6 @@ from tiering.errors import TemporaryStoreError
 FILL_SECONDS = 120.0
 """Seconds that filling a tier before its measurements may take."""
 MOST_RUNS = 3
-"""Largest number of runs of one measurement."""
 _STALL_SECONDS = 60.0
 _LEAST_BLOCKS = 16
 _SLOT_OVERHEAD = 16384
@@ -34,15 +33,12 @@ class Measured:
     """Speed of one tier in one direction, for blocks of one size at one depth."""
 
     tier: str
-    """Name of the tier."""
     direction: str
     """ "store" or "load"."""
     block_bytes: int
-    """Bytes of a block."""
     depth: int
     """Blocks in flight at the same time."""
     blocks: int
-    """Blocks that were moved."""
     failed: int
     """Blocks that were not moved: dropped, declined or missed."""
     bytes_per_second: float
@@ -73,7 +69,6 @@ class Plan:
     """Sizes, depths and amounts of the measurements."""
 
     block_bytes: Sequence[int]
-    """Sizes of blocks to measure, in bytes."""
     depths: Sequence[int]
     """Numbers of blocks in flight."""
     nbytes: int

@@ -33,7 +33,6 @@ class Verified:
     after: str = ""
     """Place of the last block of the last complete batch; empty: none."""
     blocks: int = 0
-    """Blocks that were read and verified."""
     nbytes: int = 0
     """Bytes of these blocks."""
     changed: int = 0
@@ -60,7 +59,6 @@ class Resumable:
         self._stack = stack
         self._saved_at = float("-inf")
         self.tiers: dict[str, Verified] = {}
-        """Result for each tier so far."""
         if path is not None and path.exists():
             self._read(path)
 

@@ -90,7 +90,6 @@ class Target:
     """The epoch that a reset begins, and the processes that it is for."""
 
     namespace: Namespace
-    """Namespace in the epoch that begins."""
     revision: str | None = None
     """Revision that names the weights from now on; None (default): no revision."""
     private: bool = False
@@ -106,7 +105,6 @@ class Entered:
     """
 
     namespace: Namespace
-    """Namespace in the epoch."""
     common: CommonEpoch | None = None
     """The medium's common epoch, if ``namespace`` is in it; None (default): it is in another epoch."""
 

@@ -59,7 +59,6 @@ class NamedPlace(NamedTuple):
     fingerprint: str
     """Fingerprint of namespace and epoch as 32 hex digits."""
     key: bytes
-    """Key of the block."""
 
 
 def place_prefix(namespace: Namespace) -> str:

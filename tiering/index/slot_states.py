@@ -38,18 +38,15 @@ class SlotStates:
         self._table = table
         self._num_slots = num_slots
         self.foreign = 0
-        """Number of foreign slots."""
         self._foreign_queue: deque[Rows] = deque()
         """Foreign slots in the order of their use, and slots that are not foreign any more."""
         self.is_foreign: NDArray[np.bool_] = row_array(num_slots, np.bool_)
-        """Mask of the foreign slots."""
         self._retired: set[int] = set()
         self.bad: set[int] = set()
         """Slots with a device error: retired, or to be retired once their content is known."""
         self.condemned: set[int] = set()
         """Bad slots that are still being read or written; retired when their I/O has ended."""
         self._borrowed: set[int] = set()
-        """Slots on trial."""
 
     # ----------------------------------------------------------------------------------------- the content of the slots
 

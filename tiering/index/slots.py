@@ -56,7 +56,6 @@ class SlotsSlice:
     """Copy of the index's records of neighbouring slots; one entry per slot."""
 
     start: int
-    """Number of the first slot."""
     keys: RowKeys
     """Key of each slot; None where no block is held or written."""
     held: NDArray[np.bool_]

@@ -31,7 +31,6 @@ class StorePlan(NamedTuple):
     """
 
     positions: list[int]
-    """Positions of the keys to write."""
     places: list[Place]
     """Reserved place of each block to write, co-indexed with ``positions``."""
     already_held: Sequence[int] = ()
@@ -72,7 +71,6 @@ class Probe:
     """A probe of a shared medium: the request to find out how many leading keys of a chain it holds."""
 
     keys: Sequence[OffloadKey]
-    """Keys of the chain."""
     place_of: Callable[[OffloadKey], Place]
     """Pure function that returns the place of a key.
 

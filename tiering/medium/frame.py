@@ -98,11 +98,9 @@ class FrameHeader(NamedTuple):
     digest: bytes
     """xxh3-128 of the raw block, 16 bytes."""
     fingerprint: bytes
-    """Fingerprint of the namespace."""
     key: bytes | None
     """Key of the block; None if it is longer than :data:`MAX_INLINE_KEY` bytes (see ``key_digest``)."""
     key_length: int
-    """Bytes of the key."""
     key_digest: bytes
     """xxh3-128 of a key that is longer than :data:`MAX_INLINE_KEY` bytes; empty for other keys."""
 

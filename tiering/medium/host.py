@@ -59,7 +59,6 @@ _LOG_PERIOD = 30.0
 
 
 _TaskDone = tuple[IoTask, Any, BaseException | None]
-"""A task, its result and its error."""
 
 
 class IoHost:
@@ -93,7 +92,6 @@ class IoHost:
     ) -> None:
         name, clock, depth, batches = context.name, context.clock, options.depth, store.traits.batches
         self.name = name
-        """Name of the tier."""
         self.stopping = threading.Event()
         """Event that is set once the host is closed; long tasks check it."""
         self.stats = IoStats()

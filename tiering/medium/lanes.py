@@ -20,7 +20,6 @@ class Unit:
     """Blocks [start, stop) of those that a job moves, which one thread moves."""
 
     job: TransferJob
-    """The job."""
     start: int
     """Position of the first block."""
     stop: int
@@ -40,7 +39,6 @@ class Lane:
         self.waiting: deque[Unit] = deque()
         """Units that no thread has begun, the most urgent one first."""
         self.finder = DepthFinder(bounds)
-        """Depth of this direction."""
         self.running: dict[threading.Thread, float] = {}
         """Deadline of the unit that each thread runs."""
 
@@ -71,9 +69,7 @@ class Lanes:
 
     def __init__(self, bounds: DepthBounds, clock: Callable[[], float]) -> None:
         self.loads = Lane(bounds)
-        """Units of loads."""
         self.stores = Lane(bounds)
-        """Units of stores."""
         self.most = bounds.most
         """Largest number of units that may run at once, without those that hang."""
         self.startable = bounds.most

@@ -10,7 +10,6 @@ from html import escape
 WIDTH, HEIGHT = 760, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 104, 44, 16, 60
 COLORS = 8
-"""Number of colors of lines."""
 
 STYLE = """
 :root{--ink:#1c2330;--soft:#5b6474;--line:#dfe3ea;--paper:#fff;--tint:#f4f6f9}
@@ -45,7 +44,6 @@ class Series:
     """One line of a chart."""
 
     name: str
-    """Name in the legend."""
     points: Sequence[tuple[float, float]]
     """The points, by ascending x."""
     color: str

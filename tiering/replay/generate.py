@@ -31,7 +31,6 @@ class Workload:
     question_tokens: int
     """Tokens that one turn adds to the prompt: a question, or a tool's result."""
     answer_tokens: int
-    """Length of an answer."""
     turns: float
     """Mean number of turns of a session."""
     pause_seconds: float

@@ -30,7 +30,6 @@ HOURS_PER_MONTH = 730.0
 """Hours of a month, as clouds count them."""
 
 Dollars = Annotated[float, Field(ge=0.0)]
-"""An amount of money."""
 
 
 class MediumModel(Strict):

@@ -34,11 +34,8 @@ class JobQueue:
         self.free_at = 0.0
         """Time at which all submitted jobs will have been moved, in seconds."""
         self.blocks = 0
-        """Number of blocks moved."""
         self.moved_bytes = 0
-        """Bytes moved on the medium."""
         self.moved_seconds = 0.0
-        """Seconds during which the medium moved."""
 
     def submit(self, job: TransferJob, now: float) -> None:
         """Add a job, which begins when those before it have been moved, or fails at its deadline."""

@@ -58,7 +58,6 @@ class TraceInfo:
     format: str
     """Name of the format: "mooncake", "bailian" or "kv-tiering-trace"."""
     block_tokens: int
-    """Tokens of one block."""
     block_bytes: int | None = None
     """Bytes of one block's KV; None (default): the trace does not say."""
 
@@ -78,7 +77,6 @@ class Trace:
 
     def __init__(self, paths: Sequence[Path], block_tokens: int | None = None) -> None:
         self.paths = tuple(paths)
-        """The files."""
         infos = [_info(path, block_tokens) for path in paths]
         if not infos:
             raise ConfigError("a replay needs at least one trace")
@@ -86,7 +84,6 @@ class Trace:
             sizes = ", ".join(f"{path}: {info.block_tokens}" for path, info in zip(paths, infos, strict=True))
             raise ConfigError(f"the traces have blocks of different sizes in tokens ({sizes}); replay them one by one")
         self.info = infos[0]
-        """Description of the trace."""
         self.bytes_read = 0
         """Characters read by the last iteration so far; compressed files count decompressed."""
 

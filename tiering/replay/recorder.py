@@ -68,7 +68,6 @@ class TraceRecorder:
         self.now = clock
         """Function that returns the present time for :meth:`record`."""
         self.written = 0
-        """Number of requests written."""
         self._block_tokens = block_tokens
         self._secret = hashlib.sha256(f"trace {recording.salt}".encode()).digest() if recording.salt else b""
         self._files = TraceFiles(

@@ -141,9 +141,7 @@ class SimulatedIo:
         self.stats = IoStats()
         at_once = options.depth.start
         self.loads = JobQueue(model.read_bytes_per_second, model.latency, at_once, bytes_ratio)
-        """Loads from the medium."""
         self.stores = JobQueue(model.write_bytes_per_second, model.latency, at_once, bytes_ratio)
-        """Stores to the medium."""
         self.load_depth = self.store_depth = at_once
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.model = model
@@ -151,7 +149,6 @@ class SimulatedIo:
         self.bytes_ratio = bytes_ratio
         """Stored bytes by raw bytes, below 1 for a tier that compresses."""
         self.clock = clock
-        """Simulated time."""
         self._order = count()
         self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
 

@@ -78,13 +78,11 @@ class SimulatedStack:
     """A manager with its simulated tiers."""
 
     manager: TieringOffloadingManager
-    """The manager."""
     tiers: tuple[SimulatedTier, ...]
     """The secondary tiers, fastest first."""
     clock: Clock
     """Simulated time of all of them."""
     block_bytes: int
-    """Bytes of one block."""
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe of any tier ends; infinity if none is under way."""

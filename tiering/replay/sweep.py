@@ -43,9 +43,7 @@ class Axis:
     name: str
     """The word as it was written: "primary.capacity"."""
     path: Path
-    """Path of the word in the stack."""
     values: tuple[object, ...]
-    """The values, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ class Point:
     settings: dict[str, str]
     """Swept word → its value; and :data:`SECONDARY` → the names of the tiers, if the stack has any."""
     stack: StackConfig
-    """The validated stack."""
     text: str
     """The stack as YAML, with secrets masked and environment references as written."""
 

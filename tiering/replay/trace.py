@@ -32,9 +32,7 @@ class TraceRequest:
     time: float
     """Time of arrival in seconds, counted from any origin."""
     input_tokens: int
-    """Length of the prompt in tokens."""
     output_tokens: int
-    """Length of the answer in tokens."""
     hashes: Hashes
     """One hash per block of the prompt. Equal hashes at equal positions mean equal prefixes."""
 

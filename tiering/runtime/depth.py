@@ -46,11 +46,8 @@ class DepthBounds(NamedTuple):
     """Bounds of a depth; with ``least`` equal to ``most``, the depth never changes."""
 
     least: int
-    """Smallest depth."""
     start: int
-    """Depth at the beginning."""
     most: int
-    """Largest depth."""
 
 
 AUTO_DEPTH = DepthBounds(2, 8, 32)

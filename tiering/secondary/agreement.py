@@ -29,7 +29,6 @@ class MetEpoch:
     """A common epoch that a shared tier of this process has found on its medium."""
 
     epoch: bytes
-    """Identifier of the epoch."""
     invalidations: tuple[bytes, ...] = ()
     """The invalidations that all blocks of the epoch are younger than; default: none.
 

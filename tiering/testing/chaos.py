@@ -76,11 +76,8 @@ class ChaosLayer(StoreLayer):
     ) -> None:
         super().__init__(inner)
         self.seed = seed
-        """Seed of the randomness."""
         self.injected: dict[Fault, int] = dict.fromkeys(Fault, 0)
-        """Number of injected faults of each kind."""
         self.hanging = 0
-        """Number of calls that hang at present."""
         self._plan = plan or ChaosPlan()
         self._released = threading.Event()
         self._sleep = threading.Event().wait if sleep is None else sleep

@@ -29,7 +29,6 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """
 
     name: str = "fake"
-    """Name of the tier."""
     held: set[OffloadKey] = field(default_factory=set)
     """Keys of the blocks that the tier holds; successful stores add theirs."""
     unknown: set[OffloadKey] = field(default_factory=set)
@@ -55,9 +54,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
     takes_all: bool = False
     """True if the tier has no intake of its own; default False."""
     stores: list[TransferJob] = field(default_factory=list)
-    """Stores that have not ended."""
     loads: list[TransferJob] = field(default_factory=list)
-    """Loads that have not ended."""
     asked: list[OffloadKey] = field(default_factory=list)
     """Keys that were looked up, in order."""
     log: list[tuple[str, object]] = field(default_factory=list)
@@ -65,7 +62,6 @@ class FakeTier(TierIntake, SecondaryTierManager):
     released: list[OffloadKey] = field(default_factory=list)
     """Blocks that requests have released."""
     kept: list[KeptBlocks] = field(default_factory=list)
-    """Blocks that the tier was to keep."""
     wanted: list[OffloadKey] = field(default_factory=list)
     """Keys that the tier wants at the end of the next step."""
     resets: bool = True
@@ -93,7 +89,6 @@ class FakeTier(TierIntake, SecondaryTierManager):
     resting: float = 0.0
     """Seconds for which the tier offers to rest; default 0."""
     medium: str = "FAKE"
-    """Name of the medium."""
     results: list[JobResult] = field(default_factory=list)
     """Results that the next :meth:`get_finished` returns."""
 

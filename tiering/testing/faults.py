@@ -28,7 +28,6 @@ class DictStore(BlockStore):
         self.frames: dict[Place, bytearray] = {}
         """Header and payload of each block, by place."""
         self.documents: dict[str, bytes] = {}
-        """The documents, by name."""
         self.calls: list[tuple[str, tuple[Place, ...]]] = []
         """("put" or "get", places) of each batch, in order."""
         self._lock = threading.Lock()

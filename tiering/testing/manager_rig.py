@@ -27,17 +27,13 @@ class ManagerRig:
 
     def __init__(self, rows: int = 8, tiers: Sequence[SecondaryTierManager] = (), **options: Any) -> None:
         self.clock = FakeClock()
-        """The manager's clock."""
         self.buffer = np.zeros((rows, 16), np.uint8)
-        """The primary rows."""
         self.primary = CPUPrimaryTierOffloadingManager(self.buffer.data, enable_events=True)
-        """The primary tier."""
         self.tiers = list(tiers)
         """The secondary tiers, fastest first."""
         self.manager = TieringOffloadingManager(
             self.primary, self.tiers, enable_events=True, clock=self.clock, **options
         )
-        """The manager under test."""
         self.ctx = self.request("r1")
         """A request without limits of its own."""
 

@@ -96,13 +96,10 @@ class TierRig:
             revision=revision,
             rows_fd=rows_fd,
         )
-        """The context that the tier was made with."""
         self.tier = make_tier(self.context)
-        """The tier under test."""
         self.intake = self.tier.traits.intake or TierIntake()
         """The part of the tier that chooses its blocks; without one, it takes all."""
         self.results: list[JobResult] = []
-        """Results of all jobs so far."""
         self._jobs = 0
         self._stores: dict[int, dict[int, OffloadKey]] = {}
 

@@ -52,11 +52,8 @@ class Directory:
 
     def __init__(self, client: ValkeyClient, medium: bytes, place_prefix: str) -> None:
         self.place_prefix = place_prefix
-        """Prefix of the places in this directory."""
         self.medium = medium
-        """Identifier of the medium."""
         self.name = _name(medium, place_prefix)
-        """Name of the directory in the server."""
         self.owner = secrets.token_bytes(DIGEST_BYTES)
         """Identifier of this process in claims and notices."""
         self._client = client

@@ -34,7 +34,6 @@ class Claim:
     """A claim to upload blocks, so that no other machine uploads them at the same time."""
 
     places: Sequence[Place]
-    """Places of the blocks."""
     granted: Sequence[bool] | None = None
     """True for each block that this machine shall upload; None (default): no answer yet.
 
@@ -108,7 +107,6 @@ class Scope:
     """All state about one namespace and epoch; another epoch has a new one."""
 
     directory: Directory
-    """The directory of the epoch."""
     announce: Callable[[], object]
     """Function that wakes up callers that wait for news."""
     on_absent: Callable[[Sequence[Place]], object]

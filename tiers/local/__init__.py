@@ -71,4 +71,3 @@ def _location(options: LocalOptions) -> str:
 LOCAL_TIER = TierDefinition(
     options=LocalOptions, build=_build, persistent=True, location=_location, distance="machine", admin=_admin
 )
-"""The definition with which the framework makes local tiers."""

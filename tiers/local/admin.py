@@ -82,7 +82,6 @@ class LocalAdmin(TierAdmin):
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         super().__init__(options, replica)
         self.directory = tier_directory(self.options.path, replica)
-        """The tier's directory."""
         self._files = Files()
         self._bases: dict[str, str] = {}
 

@@ -33,7 +33,6 @@ LONGEST_WAIT_SECONDS = 7 * 86400.0
 """Longest wait between two trials of one slot, in seconds."""
 
 TRIALS_AT_ONCE = 64
-"""Slots tried in one task."""
 
 _RETRY_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
@@ -51,7 +50,6 @@ class _BadSlot:
     """The state of one bad slot."""
 
     failures: int
-    """Number of failures of the slot."""
     due: float
     """Time of the next trial, in monotonic seconds."""
 

@@ -74,7 +74,6 @@ class Checkpoint:
     """The content of a checkpoint."""
 
     geometry: SegmentGeometry
-    """Shape of the segments."""
     fingerprint: bytes
     """Fingerprint of the namespace and epoch of the held blocks."""
     generation: int
@@ -91,7 +90,6 @@ class Checkpoint:
     places: NDArray[np.int64]
     """Position of each held block's key in ``data``, in the order of ``slots``."""
     data: memoryview
-    """The file."""
     written: Slots
     """Slots that were being written."""
     foreign: Slots
@@ -308,7 +306,6 @@ class WrittenMarks:
         self._durable = durable
         self._current: _Generation | None = None
         self.generation = 0
-        """Number of the current generation."""
         self.marked: Container[int] = range(segments.geometry.max_segments)
         """Segments that need no :meth:`mark` before a write.
 

@@ -34,7 +34,6 @@ class Inspections(Chore):
         self._name = parts.name
         self._examine = examine
         self._at = float("-inf")
-        """Time of the last inspection."""
         self._lines = RateLimit(_LOG_PERIOD, parts.clock)
 
     def hurry(self, *, now: bool = False) -> None:

@@ -61,9 +61,7 @@ class SegmentGeometry:
     slot_bytes: int
     """Bytes of a slot, header included."""
     slots_per_segment: int
-    """Slots of a segment."""
     max_segments: int
-    """Segments that the capacity allows."""
 
     @classmethod
     def plan(cls, capacity: int, block_bytes: int, segment_size: int) -> SegmentGeometry:

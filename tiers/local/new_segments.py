@@ -91,7 +91,6 @@ class NewSegments:
     def __init__(self, segments: Segments, room: Room, marks: WrittenMarks) -> None:
         self._segments = segments
         self.room = room
-        """The room in the directory."""
         self._marks = marks
         self._directory = segments.directory
         self._geometry = segments.geometry

@@ -55,7 +55,6 @@ class RecoveredBatch:
     sequences: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     """Sequence numbers of the blocks, in the order of ``keys``."""
     free: Rows = field(default_factory=lambda: _NO_SLOTS)
-    """Free slots."""
     foreign: Rows = field(default_factory=lambda: _NO_SLOTS)
     """Slots with blocks of other namespaces."""
     seen: int = 0
@@ -77,7 +76,6 @@ class Remembered:
     """The state of a directory when it is opened, before the first write."""
 
     segments: tuple[int, ...] = ()
-    """Numbers of the segments."""
     checkpoint: Checkpoint | str = "there is none"
     """The last checkpoint, or the reason why there is none."""
     marked: frozenset[int] | None = None

@@ -106,7 +106,6 @@ class Damage:
     """The damage of one segment's file."""
 
     number: int
-    """Number of the segment."""
     identity: tuple[int, int]
     """Device and inode of the file before the damage."""
     reason: str
@@ -123,7 +122,6 @@ class Read(NamedTuple):
     """Read of neighbouring slots."""
 
     segment: int
-    """Number of the segment."""
     offset: int
     """Offset in the segment, in bytes."""
     buffers: Sequence[memoryview]

@@ -394,9 +394,7 @@ class LocalParts:
     name: str
     """Name of the tier, for log lines."""
     store: LocalStore
-    """Store of the tier."""
     index: SlotIndex
-    """Index of the tier."""
     io: IoSide
     """I/O side that runs the tasks."""
     clock: Callable[[], float]

@@ -97,7 +97,6 @@ class LocalTier(BlockTier):
         self.checkpoints = Checkpoints(
             parts, options.checkpoint_interval, lambda: self.namespace, self._examine_between
         )
-        """Checkpoints of the block table."""
         self._recovery_began = 0.0
         self._closing = Chore("reopen", self.io, context.clock, self._close_store)
         """Closes a store whose directory is to be opened again."""

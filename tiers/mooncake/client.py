@@ -43,7 +43,6 @@ HEADER_BYTES = 128
 """Bytes of one header on a page."""
 
 PAGE_HEADERS = 512
-"""Number of headers on a page."""
 
 LEAST_SEGMENT = 16 << 20
 """Smallest segment that Mooncake accepts, in bytes."""

@@ -32,7 +32,6 @@ NO_TTL = Finding(
     "no ttl: blocks stay until they are removed",
     "set ttl, or run kv-tiering gc STACK --yes every day",
 )
-"""Finding about a tier without ``ttl``."""
 
 NO_RETRIES: RetryConfig = {"max_retries": 0}
 """Retries of a client: none, because a layer above retries."""

@@ -100,7 +100,6 @@ class RequestFault:
     """A failed request."""
 
     cause: Cause
-    """The cause."""
     status: int | None
     """HTTP status; None if there was no answer."""
     code: str | None

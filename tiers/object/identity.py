@@ -38,7 +38,6 @@ REFUSED_SECONDS = 600.0
 """Seconds after a refused write for which this process only reads."""
 
 SUBJECT = "bucket identifier"
-"""Subject of the finding about the identifier."""
 
 _COMPARE = "all machines of a fleet must find the same: compare, if they do not share blocks"
 _LAYOUT = struct.Struct("<8sHxxxxxx16s")

@@ -66,7 +66,6 @@ class Renewal:
         self._stopped = threading.Event()
         self._threads = ThreadPool("object-renewal", 1)
         self.renewed = 0
-        """Objects that were renewed so far."""
 
     def saw(self, name: str, modified: float) -> None:
         """Note that an object in use was last written at ``modified``."""

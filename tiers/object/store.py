@@ -67,7 +67,6 @@ class DocumentVersion(NamedTuple):
     """A document as one read found it, for a write that must replace exactly this version."""
 
     content: bytes
-    """Bytes of the document."""
     version: str
     """Text that identifies the version for the service."""
     modified: float

@@ -52,7 +52,6 @@ SPENT_SECONDS = 600.0
 """Seconds for which this process settles nothing after it has found the fleet's budget spent."""
 
 MOST_NAMES = 3
-"""Number of further names of one block."""
 
 MOST_BLOCKS = 64
 """Number of blocks of one process that have a second name.
@@ -112,7 +111,6 @@ class Note:
     content: bytes
     """Digest of the bytes that were read and of the object's length; 16 bytes."""
     machine: Machine
-    """The machine that read them."""
 
     @classmethod
     def of(cls, name: str, found: RawBlock, machine: Machine) -> Self:

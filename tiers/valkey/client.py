@@ -62,7 +62,6 @@ class ServerAddress:
     """Address of a server. Its text contains no password."""
 
     host: str
-    """Name or IP address of the server."""
     port: int = DEFAULT_PORT
     """TCP port; default 6379."""
     database: int = 0
@@ -122,7 +121,6 @@ class Credentials:
     """User and password of a server, read from the environment for each new connection."""
 
     address: ServerAddress
-    """The server."""
 
     def __bool__(self) -> bool:
         return self.address.user is not None or self.address.password() is not None
@@ -175,7 +173,6 @@ class ValkeyClient:
                 "(in a clone: pip install '.[valkey]')"
             ) from error
         self.address = address
-        """The server."""
         self._timeout = timeout
         self._scripts = scripts or {}
         tls = {"ssl_check_hostname": True, "ssl_ca_certs": ca_file and os.fspath(ca_file)} if address.tls else {}

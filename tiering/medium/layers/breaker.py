@@ -86,7 +86,6 @@ class Breaker:
         jitter: Callable[[], float] = _jitter,
     ) -> None:
         self.state = BreakerState.CLOSED
-        """Present state."""
         self.opened = 0
         """Number of times that the breaker opened from closed."""
         self.failed_blocks: tuple[tuple[bytes, Place], ...] = ()
@@ -206,9 +205,7 @@ class Breakers:
     """
 
     reads: Breaker
-    """Breaker for reads and probes."""
     writes: Breaker
-    """Breaker for writes."""
 
     @classmethod
     def build(
@@ -263,7 +260,6 @@ class BreakerLayer(StoreLayer):
     def __init__(self, inner: BlockStore, breakers: Breakers) -> None:
         super().__init__(inner)
         self.breakers = breakers
-        """Breakers of the tier."""
 
     def probe(self, places: Sequence[Place]) -> StoreProbe:
         breaker = self.breakers.reads

@@ -16,7 +16,6 @@ class StoreLayer(BatchStore):
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
-        """The store inside this layer."""
 
     @property
     def traits(self) -> StoreTraits:
