@@ -29,6 +29,7 @@ from xxhash import xxh3_128
 from tiering.api.namespace import EPOCH_BYTES, NO_EPOCH, Namespace, revision_digest
 
 PARAMETERS = "namespace-"
+"""Prefix of the names of all documents with parameters."""
 
 EPOCHS = "epoch-"
 
@@ -41,6 +42,7 @@ _VERSION = 1
 _VERSION_WITH_COMMON = 2
 """Version of documents with common epochs; an older release takes such a document for damaged."""
 MAX_COMMON = 32
+"""Maximum number of common epochs in one document."""
 MAX_REMEMBERED = 64
 """Maximum number of invalidations that the document of a medium of its own remembers, the last ones."""
 _PRIVATE = 1
