@@ -7,42 +7,38 @@ the newest blocks go first. They are the tails of its prefixes, and all that rem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ERA = 4096
-"""Seconds within which tails go before heads."""
+"""Seconds within which tails go before heads; a power of two, so that no bin up to this width spans two eras."""
 
 MOST_BINS = 1 << 16
 """Maximum number of bins. Bins become twice as wide when more would be needed."""
 
 
+def _turn(modified: float) -> int:
+    """Return the turn of a block written at ``modified``: eras in order, and the times of an era backwards."""
+    return int(modified) ^ (ERA - 1)
+
+
 @dataclass(slots=True)
 class Cut:
-    """The blocks that go, by their time of writing in seconds since 1970; by default, none.
+    """The blocks that go; :meth:`takes` is asked about each block once."""
 
-    :meth:`takes` is asked about each block once.
-    """
-
+    width: int
+    """Width of a bin in seconds."""
     before: int = 0
-    """Blocks that were written before go: whole eras."""
-    since: int = 0
-    """First time from which on blocks of the next era go."""
-    until: int = 0
-    """End of that era."""
-    partial: tuple[int, int] = (0, 0)
-    """Begin and end of the times of that era whose blocks go until ``remaining`` bytes are removed."""
+    """Bins in front of this one go; default: none does."""
     remaining: int = 0
-    """Bytes that still go from the partial times."""
+    """Bytes that still go from this bin."""
 
     def takes(self, modified: float, nbytes: int) -> bool:
         """Return True if a block goes."""
-        if modified < self.before or self.since <= modified < self.until:
-            return True
-        if self.remaining > 0 and self.partial[0] <= modified < self.partial[1]:
-            self.remaining -= nbytes
-            return True
-        return False
+        at = _turn(modified) // self.width
+        if at != self.before or self.remaining <= 0:
+            return at < self.before
+        self.remaining -= nbytes
+        return True
 
 
 @dataclass(slots=True)
@@ -60,7 +56,7 @@ class Ages:
     def add(self, modified: float, nbytes: int) -> None:
         """Count a block."""
         self.total += nbytes
-        at = int(modified) // self.width
+        at = _turn(modified) // self.width
         self._bins[at] = self._bins.get(at, 0) + nbytes
         while len(self._bins) > self.most_bins:
             wider: dict[int, int] = {}
@@ -70,28 +66,10 @@ class Ages:
 
     def cut(self, max_total: int) -> Cut:
         """Return the blocks that must go so that at most ``max_total`` bytes remain."""
-        excess, cut = self.total - max_total, Cut()
-        for begin, end, held in self._eras() if excess > 0 else ():
-            if held > excess:
-                # The era goes in part, its newest blocks first.
-                cut.since = cut.until = end
-                for number in sorted((at for at in self._bins if begin <= at * self.width < end), reverse=True):
-                    if self._bins[number] > excess:
-                        cut.partial, cut.remaining = (number * self.width, (number + 1) * self.width), excess
-                        break
-                    excess -= self._bins[number]
-                    cut.since = number * self.width
+        excess, cut = self.total - max_total, Cut(self.width)
+        for number in sorted(self._bins) if excess > 0 else ():
+            cut.before, cut.remaining = number, excess
+            excess -= self._bins[number]
+            if excess <= 0:
                 break
-            excess -= held
-            cut.before = end
         return cut
-
-    def _eras(self) -> Iterator[tuple[int, int, int]]:
-        """Yield begin, end and bytes of each era, the oldest first."""
-        length = max(ERA, self.width)
-        eras: dict[int, int] = {}
-        for number, held in self._bins.items():
-            at = number * self.width // length
-            eras[at] = eras.get(at, 0) + held
-        for at in sorted(eras):
-            yield at * length, (at + 1) * length, eras[at]

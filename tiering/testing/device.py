@@ -148,6 +148,8 @@ class FaultyDevice(Files):
 
         An :class:`OSError` that it raises fails the operation.
         """
+        self.errors: dict[str, int] = {}
+        """Number of the error of each operation that fails on all paths, by its name; default: none fails."""
         self.limit = 0
         """Bytes that one read or write moves at most; default: 0, no limit."""
         self.direct = True
@@ -191,6 +193,8 @@ class FaultyDevice(Files):
     def _try(self, operation: str, path: Path) -> None:
         self.calls.append((operation, path))
         self.fail(operation, path)
+        if number := self.errors.get(operation, 0):
+            raise OSError(number, os.strerror(number))
 
     def _limited(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         if not self.limit:

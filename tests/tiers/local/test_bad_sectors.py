@@ -274,22 +274,12 @@ def test_a_list_that_became_empty_is_written_again_after_its_write_failed(
 
 
 class RefusingDisk(FaultyDevice):
-    """A disk on which ``operations`` fail with error ``number``; 0: none fails."""
-
-    def __init__(self, *operations: str) -> None:
-        super().__init__()
-        self.number = 0
-        self.operations = operations
-        self.fail = self._refuse
+    """A disk that refuses to open files for writing while its operations fail because it is read-only."""
 
     def open(self, path: Path, flags: int) -> int:
-        if self.number == errno.EROFS and flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
-            raise OSError(self.number, "refused")
+        if errno.EROFS in self.errors.values() and flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, "refused")
         return super().open(path, flags)
-
-    def _refuse(self, operation: str, path: Path) -> None:
-        if self.number and operation in self.operations:
-            raise OSError(self.number, "refused")
 
 
 @pytest.mark.parametrize(
@@ -305,14 +295,14 @@ def test_a_disk_that_refuses_writes_keeps_what_it_holds(
 ) -> None:
     """A full copy-on-write disk refuses overwrites too, so evictions for its stores would gain nothing."""
     caplog.set_level(logging.WARNING)
-    device = RefusingDisk(*operations)
+    device = RefusingDisk()
     with opened(tmp_path, files=device, capacity="6MiB", **FAST) as rig:
         slots = rig.tier.store.geometry.num_slots
         rig.wait(lambda: rig.tier.index.slots == slots)
         assert slots >= 480
         keys = many(slots)
         assert store_all(rig, keys, 16) == slots
-        device.number = number
+        device.errors = dict.fromkeys(operations, number)
         assert store_all(rig, many(2000, 9000), 16) == 0
         held = rig.held(keys)
         assert len(held) >= slots - 32
@@ -320,7 +310,7 @@ def test_a_disk_that_refuses_writes_keeps_what_it_holds(
         stats = rig.tier.get_stats()
         assert (stats.available, stats.writable) == (1, 0)
         assert word in caplog.text
-        device.number = 0
+        device.errors.clear()
         rig.wait(lambda: rig.tier.get_stats().writable)
         assert store_all(rig, many(16, 20000), 16) == 16
 
@@ -328,14 +318,14 @@ def test_a_disk_that_refuses_writes_keeps_what_it_holds(
 def test_segments_that_were_not_read_before_a_remount_can_be_read_after_it(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         assert store_all(rig, K) == len(K)
-    device = RefusingDisk("write", "allocate", "rename", "unlink", "sync")
+    device = RefusingDisk()
     with opened(tmp_path, files=device, **FAST) as rig:
         assert len(rig.tier.store.segments.existing()) > 2
-        device.number = errno.EROFS
+        device.errors = dict.fromkeys(("write", "allocate", "rename", "unlink", "sync"), errno.EROFS)
         assert rig.load(K) == K
         assert rig.tier.get_stats().breaker_opened == 0
         assert rig.store(many(4)) == []
         assert rig.load(K) == K
-        device.number = 0
+        device.errors.clear()
         rig.wait(lambda: rig.tier.get_stats().writable)
         assert store_all(rig, many(4)) == 4

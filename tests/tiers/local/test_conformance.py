@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,16 +66,8 @@ class _LocalStoreTests(_Raw, BlockStoreTests):
         self.device = FaultyDevice()
 
     def break_medium(self) -> Callable[[], None]:
-        def refuse(operation: str, path: Path) -> None:
-            if operation == "write":
-                raise OSError(5, "broken")
-
-        self.device.fail = refuse
-
-        def repair() -> None:
-            self.device.fail = lambda operation, path: None
-
-        return repair
+        self.device.errors = {"write": errno.EIO}
+        return self.device.errors.clear
 
 
 class TestLocalStore(_LocalStoreTests):

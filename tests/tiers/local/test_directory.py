@@ -145,19 +145,13 @@ def test_a_disk_that_is_replaced_while_recovery_fails_is_taken_back(tmp_path: Pa
     (path / CHECKPOINT_NAME).unlink()
     device = FaultyDevice()
     device.direct = False
-    failing = ["read"]
-
-    def fail(operation: str, path: Path) -> None:
-        if operation in failing:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     rig = LocalRig(path, files=device, **PROBES)  # type: ignore[arg-type]
-    device.fail = fail
+    device.errors = {"read": errno.EMFILE}
     rig.tier.open(rig.context.clock() + 20)
     rig.wait(lambda: rig.tier._feed.failing)
     path.rename(tmp_path / "elsewhere")
     rig.wait(lambda: path.is_dir() and not rig.tier.recovering)
-    failing.clear()
+    device.errors.clear()
     rig.wait(lambda: rig.store(K[16:24]) == K[16:24])
     assert rig.load(K[16:24]) == K[16:24]
     assert rig.lookup(K[:8]) == 0
@@ -237,15 +231,10 @@ class ErrorState(FaultyDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.broken = True
-        self.fail = self._refuse
-
-    def _refuse(self, operation: str, path: Path) -> None:
-        if self.broken and operation in {"write", "allocate", "rename", "unlink", "sync"}:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        self.errors = dict.fromkeys(("write", "allocate", "rename", "unlink", "sync"), errno.EROFS)
 
     def truncate(self, fd: int, length: int) -> None:
-        self._refuse("write", Path())
+        self._try("write", Path())
         _TRUNCATE(fd, length)
 
 
@@ -274,7 +263,7 @@ def test_a_file_system_in_an_error_state_is_served_and_opened_once(
         assert rig.store(K[8:12]) == []
     assert (len(openings), rig.tier.get_stats().reopened) == (1, 0)
     assert len(caplog.records) < 12
-    disk.broken = False
+    disk.errors.clear()
     rig.wait(lambda: rig.store(K[16:20]) == K[16:20])
     assert rig.tier.get_stats().reopened == 1
     rig.wait(lambda: rig.load(K[:8]) == K[:8])
@@ -359,13 +348,6 @@ def test_the_first_segments_do_not_wait_for_a_count_of_very_many_other_files(
 def test_a_disk_that_takes_no_writes_any_more_keeps_what_it_holds(tmp_path: Path) -> None:
     """A full copy-on-write disk refuses to overwrite even a slot that has been written before."""
     device = FaultyDevice()
-    full: list[str] = []
-
-    def fail(operation: str, path: Path) -> None:
-        if operation in full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    device.fail = fail
     with opened(tmp_path, files=device) as rig:
         rig.wait(lambda: rig.tier.index.slots == rig.tier.store.geometry.num_slots)
         number = 0
@@ -373,7 +355,7 @@ def test_a_disk_that_takes_no_writes_any_more_keeps_what_it_holds(tmp_path: Path
             rig.store([key_of(1000 + number + position) for position in range(8)])
             number += 8
         held = rig.tier.index.blocks
-        full.append("write")
+        device.errors = {"write": errno.ENOSPC}
         for _ in range(100):
             rig.store([key_of(1000 + number + position) for position in range(8)])
             number += 8
@@ -401,12 +383,7 @@ def test_a_disk_with_room_for_some_of_the_first_segments_is_used_with_these(
 
 def test_a_disk_without_room_for_a_first_segment_is_told_with_what_it_has_and_what_it_takes(tmp_path: Path) -> None:
     device = FaultyDevice()
-
-    def fail(operation: str, path: Path) -> None:
-        if operation == "allocate":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    device.fail = fail
+    device.errors = {"allocate": errno.ENOSPC}
     with pytest.raises(
         OutOfSpaceError, match=rf"first segment of {GEOMETRY.segment_bytes} bytes .* bytes are free; free some"
     ):

@@ -214,10 +214,7 @@ def test_through_the_page_cache_calls_may_stop_anywhere(tmp_path: Path, limit: i
 def test_errors_of_the_device_are_typed(
     store: LocalStore, device: FaultyDevice, number: int, expected: type[StoreError]
 ) -> None:
-    def fail(operation: str, path: Path) -> None:
-        raise OSError(number, os.strerror(number))
-
-    device.fail = fail
+    device.errors = {"write": number, "read": number}
     assert [type(outcome) for outcome in store.put(blocks(store, 0, 1))] == [expected] * 2
     assert [type(outcome) for outcome in store.get(blocks(store, 0, 1))] == [expected] * 2
 
@@ -247,14 +244,9 @@ def test_one_bad_block_of_a_run_does_not_fail_its_neighbours(store: LocalStore, 
 def test_a_write_that_could_not_be_synced_is_not_reported(tmp_path: Path, device: FaultyDevice) -> None:
     store = LocalStore(tmp_path, GEOMETRY, CAPACITY, durable=True, files=device)
     store.open()
-
-    def fail(operation: str, path: Path) -> None:
-        if operation == "sync":
-            raise OSError(errno.EIO, "the cache could not be written")
-
-    device.fail = fail
+    device.errors = {"sync": errno.EIO}
     assert all(isinstance(outcome, PermanentStoreError) for outcome in store.put(blocks(store, 0, 1)))
-    device.fail = lambda operation, path: None
+    device.errors.clear()
     store.close()
 
 
@@ -287,16 +279,12 @@ def test_a_directory_that_cannot_be_made_is_an_error_that_says_so(tmp_path: Path
 
 
 def test_after_a_failed_opening_the_directory_is_free_and_can_be_opened(tmp_path: Path, device: FaultyDevice) -> None:
-    def fail(operation: str, path: Path) -> None:
-        if operation == "allocate":
-            raise OSError(errno.ENOSPC, "full")
-
     store = LocalStore(tmp_path, GEOMETRY, CAPACITY, files=device)
-    device.fail = fail
+    device.errors = {"allocate": errno.ENOSPC}
     with pytest.raises(OutOfSpaceError):
         store.open()
     assert not list(tmp_path.glob("slots-*"))
-    device.fail = lambda operation, path: None
+    device.errors.clear()
     other = LocalStore(tmp_path, GEOMETRY, CAPACITY, files=device)
     other.open()
     other.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,11 +153,7 @@ def test_a_ledger_asks_for_no_sync_that_another_has_made_meanwhile(monkeypatch: 
 
 
 def test_a_full_disk_at_write_back_is_no_error_of_a_slot(store: LocalStore, device: CachedDevice) -> None:
-    def fail(operation: str, path: Path) -> None:
-        if operation == "sync":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    device.fail = fail
+    device.errors = {"sync": errno.ENOSPC}
     assert isinstance(store.put([block_to_put(store, 1, BLOCK_BYTES)])[0], OutOfSpaceError)
 
 

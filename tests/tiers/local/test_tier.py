@@ -117,27 +117,14 @@ def test_segments_are_added_until_the_capacity_is_used(tmp_path: Path, monkeypat
 # ------------------------------------------------------------------------------------------------------------ full disk
 
 
-class FullDisk(FaultyDevice):
-    """A device on which the operations in ``full`` find no space."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.full: set[str] = set()
-        self.fail = self._refuse
-
-    def _refuse(self, operation: str, path: Path) -> None:
-        if operation in self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_disk_too_full_for_another_segment_leaves_a_smaller_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
-    device = FullDisk()
+    device = FaultyDevice()
     with opened(tmp_path, files=device) as rig:
         slots = rig.tier.index.slots
-        device.full = {"allocate"}
+        device.errors = {"allocate": errno.ENOSPC}
         with caplog.at_level(logging.WARNING, "kv_tiering.local"):
             store_all(rig, many(3 * slots))
             rig.wait(lambda: "the file system is full" in caplog.text)
@@ -148,15 +135,15 @@ def test_a_disk_too_full_for_another_segment_leaves_a_smaller_tier(
 
 
 def test_slots_that_the_disk_had_no_space_for_are_used_again_when_it_has(tmp_path: Path) -> None:
-    device, clock = FullDisk(), SettableClock()
+    device, clock = FaultyDevice(), SettableClock()
     with opened(tmp_path, files=device, clock=clock, breaker={"probe_after": "10ms", "probe_max": "10ms"}) as rig:
         rig.store(K[:4])
         slots = rig.tier.index.slots
-        device.full = {"write"}
+        device.errors = {"write": errno.ENOSPC}
         assert rig.store(K[4:12]) == []
         assert rig.tier.get_stats().cascades_failed == 8
         assert rig.load(K[:4]) == K[:4]
-        device.full = set()
+        device.errors.clear()
         clock.advance(growth.RETRY_SPACE_SECONDS)
         rig.wait(lambda: rig.tier.get_stats().writable)
         keys = many(slots + 40)
@@ -168,9 +155,9 @@ def test_a_disk_that_stays_full_is_tried_ever_less_often_and_said_once_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
-    device, clock = FullDisk(), SettableClock()
+    device, clock = FaultyDevice(), SettableClock()
     with opened(tmp_path, files=device, clock=clock) as rig:
-        device.full = {"allocate"}
+        device.errors = {"allocate": errno.ENOSPC}
         device.calls.clear()
         for number in range(300):
             rig.store(many(4, 4 * number))
@@ -183,7 +170,7 @@ def test_a_disk_that_stays_full_is_tried_ever_less_often_and_said_once_an_hour(
         wanted = rig.tier.store.geometry.segment_bytes
         assert f"cannot add a segment of {wanted} bytes in {tmp_path}, which has 1 of 4, where " in lines[0]
         assert "bytes are free: No space left on device (the file system is full); going on with" in lines[0]
-        device.full = set()
+        device.errors.clear()
         clock.advance(growth.RETRY_SPACE_MOST)
         rig.store(K[:4])
         rig.wait(lambda: len(segment_files(tmp_path)) > 1)
@@ -280,12 +267,12 @@ def test_segments_are_dropped_only_while_the_disk_refuses_writes(tmp_path: Path)
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_the_tier_out_of_service_until_it_is_not(tmp_path: Path) -> None:
-    device = FullDisk()
-    device.full = {"allocate"}
+    device = FaultyDevice()
+    device.errors = {"allocate": errno.ENOSPC}
     rig = LocalRig(tmp_path, files=device, breaker={"probe_after": "10ms", "probe_max": "10ms"})
     assert not rig.tier.open(rig.context.clock() + 20)
     assert rig.store(K[:2]) == []
-    device.full = set()
+    device.errors.clear()
     rig.wait(lambda: rig.store(K[:2]) == K[:2])
     assert rig.load(K[:2]) == K[:2]
     rig.close()
@@ -294,8 +281,8 @@ def test_a_disk_that_is_full_at_the_start_leaves_the_tier_out_of_service_until_i
 def test_a_full_disk_does_not_keep_what_is_there_from_being_served(tmp_path: Path) -> None:
     with opened(tmp_path) as rig:
         rig.store(K[:8])
-    device = FullDisk()
-    device.full = {"write", "allocate", "rename"}
+    device = FaultyDevice()
+    device.errors = {"write": errno.ENOSPC, "allocate": errno.ENOSPC, "rename": errno.ENOSPC}
     with opened(tmp_path, files=device) as rig:
         assert rig.load(K[:8]) == K[:8]
 
@@ -303,17 +290,17 @@ def test_a_full_disk_does_not_keep_what_is_there_from_being_served(tmp_path: Pat
 def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = FullDisk()
+    device = FaultyDevice()
     rig = LocalRig(tmp_path, files=device).open()
     rig.store(K[:8])
     rig.checkpoint()
     rig.store(K[8:16])
-    device.full = {"rename"}
+    device.errors = {"rename": errno.ENOSPC}
     with caplog.at_level(logging.WARNING, "kv_tiering.local"):
         rig.checkpoint()
     assert "a restart would read more headers" in caplog.text
     rig.store(K[16:24])
-    device.full = set()
+    device.errors.clear()
     rig.drop()
     with opened(tmp_path) as again:
         assert again.load(K[:24]) == K[:24]
