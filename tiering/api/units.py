@@ -73,14 +73,13 @@ def parse_duration(value: object) -> float:
     return float(number) * unit
 
 
-def format_bytes(nbytes: int) -> str:
+def format_bytes(nbytes: float) -> str:
     """Return ``nbytes`` in readable form, e.g. ``"1.5 GiB"``."""
-    value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
 
 
 def check_path(path: str) -> str:

@@ -54,14 +54,6 @@ class Series:
     """True (default) to connect the points."""
 
 
-def size(value: float) -> str:
-    """Return a number of bytes as people write it: "1.5 TiB"."""
-    for unit, scale in (("PiB", 2.0**50), ("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
-        if abs(value) >= scale:
-            return f"{value / scale:.{3 if abs(value) < 1000 * scale else 4}g} {unit}"
-    return f"{value:.0f} B"
-
-
 def percent(value: float) -> str:
     """Return a share as a percentage."""
     return f"{100 * value:.1f}%"

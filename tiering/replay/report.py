@@ -10,8 +10,8 @@ import json
 from html import escape
 
 from tiering.api.keys import PRIMARY_TIER
-from tiering.api.units import parse_size
-from tiering.replay.charts import COLORS, STYLE, Series, dollars, line_chart, percent, seconds, size
+from tiering.api.units import format_bytes, parse_size
+from tiering.replay.charts import COLORS, STYLE, Series, dollars, line_chart, percent, seconds
 from tiering.replay.model import HOURS_PER_MONTH
 from tiering.replay.replay import DEVICE
 from tiering.replay.result import ReplayResult
@@ -184,10 +184,10 @@ def _device_cache(study: Study, best: ReplayResult) -> list[str]:
     nothing = ", so by itself it brings nothing" if room <= cache else ""
     return [
         (
-            f"The CPU tier of {label(best)} ({size(room)}) holds what the accelerator's own cache ({size(cache)}) "
-            f"holds as well{nothing}. With primary.inclusion: exclusive, the two hit like one cache of both sizes: "
-            f"{percent(both)} of the blocks instead of {percent(now)}, tiers behind them aside. Compare with "
-            f"--sweep {INCLUSION}=inclusive,exclusive."
+            f"The CPU tier of {label(best)} ({format_bytes(room)}) holds what the accelerator's own cache "
+            f"({format_bytes(cache)}) holds as well{nothing}. With primary.inclusion: exclusive, the two hit like one "
+            f"cache of both sizes: {percent(both)} of the blocks instead of {percent(now)}, tiers behind them aside. "
+            f"Compare with --sweep {INCLUSION}=inclusive,exclusive."
         )
     ]
 
@@ -225,7 +225,7 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
             seconds(result.ttft_mean),
             seconds(result.ttft_p50),
             seconds(result.ttft_p99),
-            size(sum(tier.bytes_written for tier in result.tiers)),
+            format_bytes(sum(tier.bytes_written for tier in result.tiers)),
             dollars(result.dollars_saved_per_month),
             dollars(result.dollars_per_month),
             dollars(result.net_dollars_per_month),
@@ -261,9 +261,9 @@ def _charts(study: Study) -> str:
         dots.append(Series(name, sorted(fitting), color, line=False))
     lru = [(float(point.capacity_bytes), point.lru) for point in study.curve]
     cache = Series("one LRU cache", lru, "ink", marks=False)
-    curve = line_chart([cache, *dots], "capacity of all tiers", "Share of prompt blocks served", size, percent)
+    curve = line_chart([cache, *dots], "capacity of all tiers", "Share of prompt blocks served", format_bytes, percent)
     title = "Net saving a month: prefill saved, minus the price of the tiers"
-    saving = line_chart(nets, word or "", title, size, dollars)
+    saving = line_chart(nets, word or "", title, format_bytes, dollars)
     unbounded = any(_room(result) is None for result in study.results)
     bare = "<p>Stacks with a tier that has no capacity are not in this chart.</p>" if unbounded else ""
     note = f"<p>The charts show {COLORS} of {len(families)} kinds of stacks, those that save most.</p>"
@@ -300,9 +300,10 @@ def _table(study: Study) -> str:
 
 def _assumptions(study: Study, best: ReplayResult) -> str:
     hours = best.trace_seconds / 3600
+    distinct = format_bytes(study.distinct_blocks * study.block_bytes)
     items = [
-        f"A block has {study.block_tokens} tokens and {size(study.block_bytes)}.",
-        f"The trace has {study.distinct_blocks:,} distinct blocks ({size(study.distinct_blocks * study.block_bytes)}).",
+        f"A block has {study.block_tokens} tokens and {format_bytes(study.block_bytes)}.",
+        f"The trace has {study.distinct_blocks:,} distinct blocks ({distinct}).",
         f"All amounts are for a month of {HOURS_PER_MONTH:g} hours like the {hours:,.2f} hours of the trace.",
         "A tier with a capacity is paid for in full.",
         "A tier without one is paid for what it holds in the steady state: bytes written per second, times its ttl.",
