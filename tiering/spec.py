@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering.api.engine import CanonicalKVCaches, EngineConfig, MissExplaining, OffloadingSpec, TraceRecording
+from tiering.api.engine import (
+    CanonicalKVCaches,
+    EngineConfig,
+    HeadShard,
+    MissExplaining,
+    OffloadingSpec,
+    TraceRecording,
+)
 from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import shown_name
 from tiering.api.namespace import KVLayout, ModelIdentity
@@ -48,7 +55,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         group_bytes: size of an offloaded block in bytes per KV-cache group, without padding, all ranks together;
             default: the sizes in the model's :class:`KVLayout`.
         rank: rank of the worker that this spec serves; default 0.
-        replicated: True if all ranks hold the same KV; default False.
+        copies: number of neighbouring ranks that hold the same KV; default 1.
+        heads: this rank's KV heads, if rows hold the heads of all ranks in order (``layout: canonical``); default None.
         replica: name that tells data-parallel engines of one machine apart; default None.
         enable_events: True to collect events even if the stack does not ask for them; default False.
         clock: monotonic clock in seconds.
@@ -65,7 +73,8 @@ class TieringOffloadingSpec(OffloadingSpec):
         model: ModelIdentity,
         group_bytes: Sequence[int] | None = None,
         rank: int = 0,
-        replicated: bool = False,
+        copies: int = 1,
+        heads: HeadShard | None = None,
         replica: str | None = None,
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -73,6 +82,12 @@ class TieringOffloadingSpec(OffloadingSpec):
         super().__init__(engine, extra_config)
         self.stack = read_stack(self.extra_config)
         """The validated stack."""
+        if (self.stack.layout == "canonical") != (heads is not None):
+            raise ConfigError(
+                f"layout: {self.stack.layout} is not the layout of this engine's rows; leave the word out, or give the "
+                "spec the heads of its rank"
+            )
+        self.heads = heads
         self.model = model
         """Identity of the model."""
         self.identify: Callable[[], ModelIdentity] | None = None
@@ -86,7 +101,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.promotes_waiting = self.stack.primary.promote_waiting
         self.explaining = _explaining(self.stack, max(self.group_bytes))
         self._rank = rank
-        self._replicated = replicated
+        self._copies = copies
         self._replica = replica
         self._enable_events = enable_events
         self._clock = clock
@@ -132,7 +147,7 @@ class TieringOffloadingSpec(OffloadingSpec):
             ConfigError: the block sizes of the caches differ from ``group_bytes``, so scheduler and workers would
                 disagree about the content of a row.
         """
-        layout = RowLayout.of(kv_caches, self.block_size_factor, self._rank, self.engine.world_size, self._replicated)
+        layout = RowLayout.of(kv_caches, self.block_size_factor, self._rank, self.engine.world_size, self._copies)
         if layout.group_bytes != self.group_bytes:
             raise ConfigError(
                 f"the KV caches have blocks of {layout.group_bytes} bytes per KV-cache group (all ranks), "

@@ -199,6 +199,8 @@ def test_a_malformed_reference_is_refused() -> None:
         ({"primary": PRIMARY, "record_trace": "/var/log/kv"}, "record_trace: "),
         ({"primary": PRIMARY, "record_trace": {"path": "/var/log/kv", "max_size": "2GiB", "max_total": "1GiB"}},
          "raise max_total or lower max_size"),
+        ({"primary": PRIMARY, "mode": "simple", "layout": "canonical"}, "layout: has no meaning in mode simple"),
+        ({"primary": PRIMARY, "layout": "NHD"}, "layout: 'NHD' is not allowed: it should be 'plain' or 'canonical'"),
         ({"primary": PRIMARY, "mode": "simple", "explain": {}}, "explain: has no meaning in mode simple; leave it out"),
         ({"primary": PRIMARY, "explain": {"blocks": 7}}, "explain.blocks: 7 is not allowed"),
         ({"primary": PRIMARY, "explain": {"socket": "/run/" + "s" * 103}},
@@ -415,6 +417,19 @@ def test_a_relative_stack_that_is_missing_names_the_place_it_is_looked_for() -> 
 def test_a_warm_start_needs_a_tier_that_keeps_documents(tiers: tuple[dict[str, object], ...]) -> None:
     said = refusal({"primary": PRIMARY, "secondary": list(tiers), "revision": "r1", "warm_start": {}})
     assert "warm_start: needs a secondary tier that outlives the engine and keeps documents" in said
+
+
+def test_canonical_blocks_need_a_tier_that_keeps_them_for_others() -> None:
+    words = {"primary": PRIMARY, "layout": "canonical"}
+    text = (
+        "layout: canonical serves other and later engines, and no tier keeps blocks for them; add one, or leave it out"
+    )
+    assert text in refusal(words)
+    assert text in refusal({**words, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
+    kept = {"type": "local", "path": "/tmp/kv", "capacity": "1GiB"}
+    assert load_stack({**words, "secondary": [kept]}).layout == "canonical"
+    assert load_stack({**words, "machine": {"socket": "/run/kv.sock", "tiers": ["local"]}}).layout == "canonical"
+    assert load_stack({"primary": PRIMARY}).layout == "plain"
 
 
 @pytest.mark.parametrize(

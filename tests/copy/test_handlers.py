@@ -168,7 +168,7 @@ def test_ranks_write_side_by_side(make: Make) -> None:
 
 def test_replicated_kv_is_written_by_rank_0_and_read_by_all(make: Make) -> None:
     caches = [kv.canonical(seed=100 * rank) for rank in range(2)]
-    layouts = [RowLayout.of(cache, 1, rank, 2, replicated=True) for rank, cache in enumerate(caches)]
+    layouts = [RowLayout.of(cache, 1, rank, 2, copies=2) for rank, cache in enumerate(caches)]
     rows = kv.make_rows(layouts[0])
     results = [
         run(make(cache, rows, layout, Direction.STORE), store_spec([6], [4]))

@@ -26,17 +26,19 @@ def test_sizes_are_those_of_all_layers_blocks_and_ranks() -> None:
     assert layout.gpu_block_bytes == (30, 7)
     assert layout.rank_bytes == (120, 28)
     assert layout.group_bytes == (360, 84)
-    assert layout.page_offsets == ((0, 10), (0,))
-    assert [layout.segment_start(group) for group in (0, 1)] == [120, 28]
+    assert layout.page_offsets == ((120, 130), (28,))
+    assert layout.block_strides == (30, 7)
+    assert layout.places(1) == [(28, 7), (35, 7), (42, 7), (49, 7)]
+    assert layout.part == (28, 240)
     assert layout.row_bytes == 360
     assert layout.row_stride == 4096
     assert layout.writes
 
 
 def test_replicated_kv_is_held_once_and_written_by_rank_0() -> None:
-    ranks = [RowLayout(((10,),), rank=rank, world_size=4, replicated=True) for rank in range(4)]
+    ranks = [RowLayout(((10,),), rank=rank, world_size=4, copies=4) for rank in range(4)]
     assert {layout.group_bytes for layout in ranks} == {(10,)}
-    assert {layout.segment_start(0) for layout in ranks} == {0}
+    assert {layout.page_offsets for layout in ranks} == {((0,),)}
     assert [layout.writes for layout in ranks] == [True, False, False, False]
 
 
@@ -53,6 +55,8 @@ def test_a_layout_is_made_of_the_unpadded_pages() -> None:
         {"page_bytes": ((0,),)},
         {"page_bytes": ((1,),), "block_size_factor": 0},
         {"page_bytes": ((1,),), "rank": 2, "world_size": 2},
+        {"page_bytes": ((1,),), "world_size": 4, "copies": 3},
+        {"page_bytes": ((1,),), "copies": 0},
     ],
 )
 def test_layouts_that_make_no_sense_are_refused(arguments: dict[str, object]) -> None:

@@ -50,6 +50,6 @@ def test_a_rank_prepares_its_part_of_each_row() -> None:
 
 def test_ranks_that_hold_the_same_kv_begin_at_different_places() -> None:
     cache = kv.canonical()
-    shares = [share_of(cache, RowLayout.of(cache, 1, rank, 2, replicated=True)) for rank in range(2)]
+    shares = [share_of(cache, RowLayout.of(cache, 1, rank, 2, copies=2)) for rank in range(2)]
     assert [(share.turn, share.turns) for share in shares] == [(0, 2), (1, 2)]
     assert shares[0].start == shares[1].start == 0

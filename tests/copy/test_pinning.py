@@ -59,7 +59,7 @@ def test_a_rank_pins_its_large_part_of_each_row_alone() -> None:
         (100, RowLayout(((1 << 20,),), rank=1, world_size=8)),  # small parts
         (1 << 15, RowLayout(((2 << 20,),), rank=1, world_size=8)),  # too many parts
         (100, RowLayout(((2 << 20,),))),  # the part is the whole row
-        (100, RowLayout(((2 << 20,),), rank=1, world_size=8, replicated=True)),
+        (100, RowLayout(((2 << 20,),), rank=1, world_size=8, copies=8)),
         (100, RowLayout(((8 << 20,), (1 << 20,)), rank=1, world_size=2)),  # the groups' parts lie in different places
     ],
 )

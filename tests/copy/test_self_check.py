@@ -32,12 +32,12 @@ def handlers(
 
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 12])
-def test_blocks_and_rows_are_as_before(cuda: bool, rank: int, replicated: bool, num_rows: int) -> None:
+def test_blocks_and_rows_are_as_before(cuda: bool, rank: int, copies: int, num_rows: int) -> None:
     cache = kv.two_groups()
     before = [tensor.tensor.clone() for tensor in cache.tensors]
-    layout = RowLayout.of(cache, 2, rank, 2, replicated)
+    layout = RowLayout.of(cache, 2, rank, 2, copies)
     rows = kv.make_rows(layout, num_rows)
     rows_before = rows.copy()
     store, load = handlers(cache, rows, layout, cuda)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tiering.engines.vllm.geometry import Geometry, cache_bytes, read_geometry, simple_cache, zeroes_early
+from tiering.api.engine import HeadShard
+from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.engines.vllm.geometry import Geometry, cache_bytes, layout_of, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.heads import check_copies
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
@@ -56,7 +60,7 @@ def test_a_block_has_the_tokens_of_all_ranks_that_share_a_context() -> None:
     assert geometry.engine.block_sizes == (64,)
     assert geometry.engine.groups[0].gpu_block_size == 64
     assert geometry.group_bytes == (2 * 2 * PAGE,)  # both layers on both ranks, which hold different tokens
-    assert not geometry.replicated
+    assert geometry.copies == 1
 
 
 def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_parallelism() -> None:
@@ -66,7 +70,7 @@ def test_a_group_that_is_whole_on_every_rank_keeps_its_block_size_under_context_
 @pytest.mark.parametrize(("latent", "copies"), [(False, 2), (True, 1)])
 def test_the_engines_own_cache_is_that_of_all_workers_and_equal_copies_count_once(latent: bool, copies: int) -> None:
     _, cache = config = configuration()
-    geometry = replace(read(config), replicated=latent)
+    geometry = replace(read(config), copies=2 if latent else 1)
     assert cache_bytes(cache, geometry) == copies * 2 * PAGE * 10
 
 
@@ -95,9 +99,9 @@ def read_states(config: tuple[Any, Any]) -> Geometry:
 
 def test_a_state_is_stored_without_its_padding_and_by_every_rank_unless_all_hold_the_same() -> None:
     geometry = read_states(states())
-    assert (geometry.replicated, geometry.group_bytes) == (False, (2 * 2 * PAGE, 2 * 112))
+    assert (geometry.copies, geometry.group_bytes) == (1, (2 * 2 * PAGE, 2 * 112))
     whole = read_states(states(tp_replicated=True))
-    assert (whole.replicated, whole.group_bytes) == (True, (2 * PAGE, 112))
+    assert (whole.copies, whole.group_bytes) == (2, (2 * PAGE, 112))
 
 
 @pytest.mark.parametrize(
@@ -121,3 +125,113 @@ def test_the_second_runner_writes_early_where_it_copies_states() -> None:
     assert zeroes_early(runner, states()[1])
     assert not zeroes_early(runner, configuration()[1])
     assert not zeroes_early(SimpleNamespace(use_v2_model_runner=False), states()[1])
+
+
+# -------------------------------------------------------------------------------------- heads of all ranks in order
+
+
+def namespace(ranks: int, *, canonical: bool = False, heads: int = 4, rank: int = 0, **changes: Any) -> Namespace:
+    """Return the namespace of an engine with ``ranks`` workers and a model with ``heads`` KV heads."""
+    config = heads_config(ranks, heads=heads, rank=rank, **changes)
+    geometry = read_geometry(*config, kind_of, 32, canonical)
+    layout = layout_of(geometry, config[0], "LBHNC, cpu", "seed")
+    model = ModelIdentity(name="org/model", weights="a" * 40, dtype="float32", layout=layout)
+    return Namespace.build(model, geometry.group_bytes)
+
+
+def kind_of(spec: Any) -> str:
+    return str(getattr(spec, "kind", "full_attention"))
+
+
+def heads_config(ranks: int, *, heads: int = 4, rank: int = 0, **changes: Any) -> tuple[Any, Any]:
+    """Return the configuration of ``ranks`` workers.
+
+    Args:
+        heads: number of the model's KV heads.
+        rank: rank of this worker.
+        changes: attributes of the configuration's parts, or of the spec.
+    """
+    parallel: dict[str, Any] = {"tensor_parallel_size": ranks, "pipeline_parallel_size": 1}
+    parallel["decode_context_parallel_size"] = 1
+    config, cache = configuration(world_size=ranks, rank=rank, **parallel)
+    config.model_config.get_total_num_kv_heads = lambda: heads
+    config.cache_config.prefix_caching_hash_algo = "sha256"
+    config.speculative_config = None
+    cache.kv_cache_layout = "LBHNC"
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    spec.num_kv_heads = max(1, heads // ranks)
+    spec.page_size_bytes = PAGE * 4 // ranks if ranks <= heads else PAGE * 4 // heads
+    for word, value in changes.items():
+        for part in (config, config.parallel_config, config.model_config, cache, spec):
+            if hasattr(part, word) or part is spec:
+                setattr(part, word, value)
+                break
+    return config, cache
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(1, "dede69fda601e5e03fe615d9009ab254"), (2, "9963af88f1d59f3b567cb1586732611f")],
+)
+def test_plain_blocks_stay_in_their_namespace_from_version_to_version(ranks: int, name: str) -> None:
+    assert namespace(ranks).directory == name
+
+
+def test_canonical_blocks_have_one_namespace_for_all_numbers_of_workers() -> None:
+    names = {namespace(ranks, canonical=True).directory for ranks in (1, 2, 4, 8)}
+    assert names == {"b9dfc1134dd09351ed4447afaa4568da"}
+    assert names.isdisjoint(namespace(ranks).directory for ranks in (1, 2, 4, 8))
+    assert len({namespace(ranks).directory for ranks in (1, 2, 4, 8)}) == 4
+
+
+@pytest.mark.parametrize("change", [{"heads": 2}, {"kv_cache_layout": "LBNHC"}, {"dtype": "torch.float16"}])
+def test_other_heads_orders_and_types_have_other_canonical_namespaces(change: dict[str, Any]) -> None:
+    config = heads_config(2, **change)
+    geometry, first = read_geometry(*config, kind_of, 32, True), read_geometry(*heads_config(2), kind_of, 32, True)
+    assert (geometry.group_texts, geometry.heads, geometry.kv_dtype) != (first.group_texts, first.heads, first.kv_dtype)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "shard", "copies"),
+    [
+        (1, 0, HeadShard(4, True, 0, 1), 1),
+        (2, 1, HeadShard(2, True, 1, 2), 1),
+        (4, 3, HeadShard(1, True, 3, 4), 1),
+        (8, 5, HeadShard(1, True, 2, 4), 2),
+    ],
+)
+def test_a_rank_holds_its_heads_or_shares_one_with_its_neighbours(
+    ranks: int, rank: int, shard: HeadShard, copies: int
+) -> None:
+    geometry = read_geometry(*heads_config(ranks, rank=rank), kind_of, 32, True)
+    assert (geometry.heads, geometry.copies) == (shard, copies)
+    assert geometry.group_bytes == (2 * 4 * PAGE,)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"decode_context_parallel_size": 2}, "context parallelism"),
+        ({"world_size": 4}, "the 4 workers are not those of tensor parallelism alone"),
+        ({"heads": 3}, "3 KV heads cannot be divided among 2 workers"),
+        ({"kv_cache_layout": "None"}, "does not name the order of heads and tokens"),
+        ({"kind": "mamba"}, "of the kind mamba, which has no KV heads"),
+        ({"num_kv_heads": 1}, "has 1 KV heads on a worker, the model's 4 heads give 2"),
+        ({"num_head_slots": 8}, "pages in a form of their own"),
+        ({"state_content_bytes": 136}, "pages in a form of their own"),
+        ({"tokens_per_state": 4}, "pages in a form of their own"),
+        ({"kv_quant_mode": SimpleNamespace(is_per_token_head=True)}, "pages in a form of their own"),
+        ({"heads": 1, "speculative_config": object()}, "the drafts' heads may be others"),
+    ],
+)
+def test_what_has_no_canonical_rows_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layout: canonical cannot be used: .*{reason}.*; set layout: plain$"):
+        read_geometry(*heads_config(2, **change), kind_of, 32, True)
+
+
+@pytest.mark.parametrize(("found", "refused"), [([1, 1], False), ([1, 2], True), ([], True), (None, True)])
+def test_workers_with_the_same_heads_have_them_in_all_layers(found: list[int] | None, refused: bool) -> None:
+    modules = [object(), *(SimpleNamespace(total_num_kv_heads=number) for number in found or [])]
+    model = None if found is None else SimpleNamespace(modules=lambda: modules)
+    with pytest.raises(ConfigError, match="hold copies of 1 KV head") if refused else nullcontext():
+        check_copies(model, 1)

@@ -64,6 +64,20 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShard:
+    """The KV heads of one rank, for rows that hold the heads of all ranks in order."""
+
+    heads: int
+    """Number of KV heads of a rank, the same in all layers."""
+    outside: bool
+    """True if heads lie outside of tokens in a page; False if tokens lie outside of heads."""
+    shard: int = 0
+    """The part of all heads that this rank holds, from 0 to ``shards`` - 1."""
+    shards: int = 1
+    """Number of different parts. Each is held by as many ranks, which are neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRecording:
     """Settings of the trace that a scheduler records of its requests."""
 
@@ -176,6 +190,8 @@ class OffloadingSpec(ABC):
         """True to promote blocks of requests that the engine has not looked up yet; default False."""
         self.explaining: MissExplaining | None = None
         """Settings of the explanation of misses; None: misses are counted only."""
+        self.heads: HeadShard | None = None
+        """This rank's KV heads, if rows are canonical; None: they hold ranks side by side."""
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:
@@ -216,6 +232,8 @@ class CanonicalKVCacheRef:
     """Index of the tensor in :attr:`CanonicalKVCaches.tensors`."""
     page_size_bytes: int
     """Size of one page in bytes, padding excluded."""
+    row_offset: int | None = None
+    """Offset in bytes in a GPU block with the heads of all ranks, for canonical rows; default None."""
 
 
 @dataclass(frozen=True, slots=True)

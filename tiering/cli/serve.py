@@ -22,7 +22,7 @@ from tiering.machine.service import MachineService, TierBuilder
 
 _ENGINES: Sequence[str] = (
     *("machine", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
-    *("events", "hints", "mode", "lazy_offload", "reset_deadline", "open_deadline"),
+    *("events", "hints", "mode", "layout", "lazy_offload", "reset_deadline", "open_deadline"),
 )
 """Words of a stack that concern one engine."""
 

@@ -83,6 +83,10 @@ def _without_effect(stack: StackConfig) -> Iterator[Problem]:
     if stack.primary.promote_waiting:
         text = "needs the TieringConnector, which sees the engine's queue; leave it out"
         yield Problem(("primary", "promote_waiting"), text)
+    if stack.layout != "plain":
+        yield Problem(
+            ("layout",), f"{stack.layout} needs the TieringConnector; vLLM lays out its own rows; leave it out"
+        )
     if stack.events:
         yield Problem(("events",), "has no effect in vLLM: --kv-events-config decides; leave it out")
     if stack.record_trace is not None:

@@ -255,6 +255,12 @@ class StackConfig(Strict):
 
     :mod:`tiering.simple` implements the simple mode.
     """
+    layout: Literal["plain", "canonical"] = "plain"
+    """"plain" (default): workers side by side; "canonical": one format for all tensor-parallel sizes.
+
+    Canonical blocks hold the KV heads of all ranks in order, layer by layer. Engines with other numbers of workers then
+    share them. An engine's connector lays out blocks; ``open_manager`` alone does not.
+    """
     lazy_offload: bool = False
     """In mode simple: True to store blocks when they are about to leave the GPU; default False.
 
@@ -339,6 +345,12 @@ class StackConfig(Strict):
                 if is_set:
                     text = "promotes blocks of secondary tiers, and there are none; add one, or leave it out"
                     problems.append(Problem(where, text))
+        kept = any(tier_definition(tier.type).persistent for tier in self.secondary)
+        if self.layout == "canonical" and self.mode == "tiering" and self.machine is None and not kept:
+            text = (
+                "canonical serves other and later engines, and no tier keeps blocks for them; add one, or leave it out"
+            )
+            problems.append(Problem(("layout",), text))
         problems += self._check_mode()
         problems += self._check_machine()
         if problems:

@@ -250,7 +250,8 @@ class OffloadingConnectorWorker(WorkerHalf):
             RegionError: the memory of the primary tier is not available.
         """
         groups = self._spec.engine.groups
-        self._register(self._spec.get_handlers(canonicalize(kv_caches, groups, self._num_blocks)))
+        caches = canonicalize(kv_caches, groups, self._num_blocks, self._spec.heads)
+        self._register(self._spec.get_handlers(caches))
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, backend: Any = None) -> None:
         """Register a KV cache that is one tensor over all layers.
@@ -258,7 +259,12 @@ class OffloadingConnectorWorker(WorkerHalf):
         Args:
             kv_cache: the tensor.
             backend: attention backend; not used, because shape and strides determine the layout.
+
+        Raises:
+            ConfigError: as :meth:`register_kv_caches`, and for rows that hold the heads of all ranks in order.
         """
+        if self._spec.heads is not None:
+            raise ConfigError("layout: canonical needs a KV-cache tensor for each layer; set layout: plain")
         groups = self._spec.engine.groups
         self._register(self._spec.get_handlers(canonicalize_cross_layers(kv_cache, groups, self._num_blocks)))
 

@@ -5,18 +5,28 @@ num_blocks, ...), are split into tensors of their own. Dimensions inside the blo
 dense bytes in any order, or a few long pieces with pieces of other layers between them. Pieces of a group that are
 neighbours in every block are joined to one page. For an engine that keeps all layers of a block together, that page is
 the whole block. Bytes are never moved: every canonical tensor is a view of the engine's memory.
+
+In rows with the heads of all ranks in order, each page also has its place between those of the other ranks
+(:mod:`tiering.copy.heads`). Only pieces that are neighbours there too are joined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
 import torch
 
-from tiering.api.engine import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, KVCacheGroup
+from tiering.api.engine import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    HeadShard,
+    KVCacheGroup,
+)
+from tiering.copy.heads import head_pieces
 from tiering.errors import ConfigError
 
 ALL_LAYERS = "ALL_LAYERS"
@@ -49,7 +59,10 @@ def infer_num_blocks(kv_caches: Mapping[str, LayerCache]) -> int:
 
 
 def canonicalize(
-    kv_caches: Mapping[str, LayerCache], groups: Sequence[KVCacheGroup], num_blocks: int | None = None
+    kv_caches: Mapping[str, LayerCache],
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int | None = None,
+    heads: HeadShard | None = None,
 ) -> CanonicalKVCaches:
     """Return the canonical form of an engine's KV cache.
 
@@ -61,6 +74,8 @@ def canonicalize(
         kv_caches: KV-cache tensor of each layer, or the tensors of its state, by layer name.
         groups: the engine's KV-cache groups.
         num_blocks: number of GPU blocks; default: inferred from the tensors.
+        heads: this rank's heads, if rows hold the heads of all ranks in order; default: rows hold the ranks' pages side
+            by side.
 
     Raises:
         ConfigError: a layer cannot be brought into this form; the message names the layer and the reason.
@@ -77,18 +92,25 @@ def canonicalize(
             if tensor.dim() == 0 or tensor.numel() == 0:
                 raise ConfigError(f"layer {name}: its KV cache of shape {tuple(tensor.shape)} is empty")
     blocks = infer_num_blocks(kv_caches) if num_blocks is None else num_blocks
-    builder = _Builder(blocks)
+    builder = _Builder(blocks, heads)
     refs = []
     own: set[tuple[int, int]] = set()
     for index, group in enumerate(groups):
         pieces: dict[tuple[int, int], _Piece] = {}
+        end = 0
         for layer in group.layer_names:
             if layer not in kv_caches:
                 raise ConfigError(
                     f"layer {layer} of KV-cache group {index} has no KV-cache tensor; "
                     f"registered are {', '.join(kv_caches)}"
                 )
-            for piece in builder.pieces(layer, kv_caches[layer]):
+            found = list(builder.pieces(layer, kv_caches[layer], group.gpu_block_size))
+            if heads is not None:
+                if pieces.keys() >= {piece.place for piece in found}:
+                    continue  # the layer reads another layer's KV
+                found = [piece.moved(end) for piece in found]
+                end += heads.shards * sum(piece.nbytes for piece in found)
+            for piece in found:
                 known = pieces.get(piece.place)
                 if known is None or known.nbytes < piece.nbytes:
                     pieces[piece.place] = piece
@@ -96,8 +118,9 @@ def canonicalize(
             raise ConfigError(f"KV-cache group {index} has no layers")
         own.update(pieces)
         refs.append(tuple(map(builder.add, _joined(pieces.values()))))
+    grouped = {layer for group in groups for layer in group.layer_names}
     for layer, cache in kv_caches.items():
-        if any(piece.place not in own for piece in builder.pieces(layer, cache)):
+        if layer not in grouped and any(piece.place not in own for piece in builder.pieces(layer, cache, None)):
             raise ConfigError(f"layer {layer} has KV of its own but is in no KV-cache group: its blocks would be lost")
     return CanonicalKVCaches(tuple(builder.tensors), tuple(refs))
 
@@ -135,6 +158,18 @@ class _Piece:
     nbytes: int
     tensor: torch.Tensor
     """Tensor whose storage holds the piece."""
+    row_offset: int | None = None
+    """Offset in a GPU block with the heads of all ranks; None if the ranks' pages lie side by side."""
+
+    def moved(self, start: int) -> _Piece:
+        """Return the piece with a place in the row that is ``start`` bytes further."""
+        return replace(self, row_offset=start + (self.row_offset or 0))
+
+    def is_followed_by(self, other: _Piece) -> bool:
+        """Return True if ``other`` is as far away in a canonical row as it is in memory."""
+        if self.row_offset is None or other.row_offset is None:
+            return True
+        return other.row_offset - self.row_offset == other.address - self.address
 
     @property
     def place(self) -> tuple[int, int]:
@@ -150,18 +185,20 @@ def _joined(pieces: Iterable[_Piece]) -> list[_Piece]:
             first, last = found[-1]
             nbytes = max(last.nbytes, piece.address - last.address + piece.nbytes)
             same_memory = last.tensor.untyped_storage().data_ptr() == piece.tensor.untyped_storage().data_ptr()
-            if same_memory and last.stride == piece.stride >= nbytes and last.address + last.nbytes >= piece.address:
-                found[-1] = min(first, order[piece.place]), _Piece(last.address, last.stride, nbytes, last.tensor)
+            touch = last.stride == piece.stride >= nbytes and last.address + last.nbytes >= piece.address
+            if same_memory and touch and last.is_followed_by(piece):
+                found[-1] = min(first, order[piece.place]), replace(last, nbytes=nbytes)
                 continue
         found.append((order[piece.place], piece))
     return [piece for _, piece in sorted(found, key=lambda entry: entry[0])]
 
 
 class _Builder:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, heads: HeadShard | None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks {num_blocks} is not a positive number")
         self.num_blocks = num_blocks
+        self.heads = heads
         self.tensors: list[CanonicalKVCacheTensor] = []
         self._known: dict[tuple[int, int], int] = {}
         """Place → index in ``tensors``."""
@@ -173,7 +210,7 @@ class _Builder:
             self.tensors.append(self._view(piece))
         elif self.tensors[index].page_size_bytes < piece.nbytes:
             self.tensors[index] = self._view(piece)
-        return CanonicalKVCacheRef(index, piece.nbytes)
+        return CanonicalKVCacheRef(index, piece.nbytes, piece.row_offset)
 
     def _view(self, piece: _Piece) -> CanonicalKVCacheTensor:
         storage, stride = piece.tensor.untyped_storage(), piece.stride
@@ -185,8 +222,17 @@ class _Builder:
         raw.set_(storage, offset, (self.num_blocks, width), (stride, 1))
         return CanonicalKVCacheTensor(raw, width)
 
-    def pieces(self, layer: str, cache: LayerCache) -> Iterator[_Piece]:
-        """Yield the pieces that ``layer`` has of each block, in logical order."""
+    def pieces(self, layer: str, cache: LayerCache, tokens: int | None) -> Iterator[_Piece]:
+        """Yield the pieces that ``layer`` has of each block, in logical order.
+
+        Args:
+            layer: name of the layer.
+            cache: its KV cache.
+            tokens: tokens in a block; None: the layer is in no group.
+        """
+        if self.heads is not None and tokens is not None:
+            yield from self._head_pieces(layer, cache, self.heads, tokens)
+            return
         if isinstance(cache, torch.Tensor):
             yield from self._pieces(layer, cache, *self._block_dim(layer, cache))
             return
@@ -196,6 +242,19 @@ class _Builder:
                     f"layer {layer}: {self._describe(tensor)}: the first dimension of a state is not the blocks"
                 )
             yield from self._pieces(layer, tensor, 0, 1)
+
+    def _head_pieces(self, layer: str, cache: LayerCache, heads: HeadShard, tokens: int) -> Iterator[_Piece]:
+        """Yield the pieces of a layer that lie together in rows with the heads of all ranks."""
+        if not isinstance(cache, torch.Tensor):
+            raise ConfigError(f"layer {layer}: a state has no KV heads; set layout: plain")
+        base, item = cache.untyped_storage().data_ptr(), cache.element_size()
+        found = list(head_pieces(layer, cache, heads, self.num_blocks, tokens))
+        stride = int(cache.stride(0)) * item
+        for _ in self._pieces(layer, cache, 0, 1):
+            pass  # blocks that overlap in memory are refused
+        for start, size, row_offset in found:
+            address = base + (int(cache.storage_offset()) + start) * item
+            yield _Piece(address, stride, size * item, cache, row_offset * item)
 
     def _pieces(self, layer: str, tensor: torch.Tensor, dim: int, ratio: int) -> Iterator[_Piece]:
         """Yield the pieces of one tensor, whose block dimension has ``ratio`` entries for each block."""

@@ -148,15 +148,18 @@ def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: R
     factor = layout.block_size_factor
     views = []
     for group, refs in enumerate(kv_caches.group_data_refs):
-        start, block = layout.segment_start(group), layout.gpu_block_bytes[group]
-        segment = rows[:, start : start + factor * block].reshape(len(rows), factor, block)
-        if not np.shares_memory(segment[:1], rows[:1]):
+        stride = layout.block_strides[group]
+        first = (
+            min(layout.page_offsets[group]) // stride * stride
+        )  # of this rank's GPU blocks, if ranks lie side by side
+        blocks = rows[:, first : first + factor * stride].reshape(len(rows), factor, stride)
+        if not np.shares_memory(blocks[:1], rows[:1]):
             raise ConfigError("the primary tier's rows cannot be viewed as blocks; they must be contiguous")
         layers = []
         for ref, offset in zip(refs, layout.page_offsets[group], strict=True):
             page = np.dtype((np.void, ref.page_size_bytes))
             cache = kv_caches.tensors[ref.tensor_idx].tensor.numpy()[:, : ref.page_size_bytes]
-            in_rows = segment[:, :, offset : offset + ref.page_size_bytes]
+            in_rows = blocks[:, :, offset - first : offset - first + ref.page_size_bytes]
             layers.append(_Layer(cache.view(page)[:, 0], in_rows.view(page)[:, :, 0], ref.page_size_bytes))
         views.append(layers)
     return views

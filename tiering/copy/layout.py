@@ -3,6 +3,9 @@
 A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU
 blocks of the offloaded block in order. Each GPU block consists of its layers' pages without padding, in the order of
 the group's refs.
+
+In a canonical row, the GPU blocks of all ranks together lie one behind the other, and a GPU block holds the heads of
+all ranks, layer by layer. Between the pages of one rank then lie those of the others.
 """
 
 from __future__ import annotations
@@ -37,8 +40,13 @@ class RowLayout:
     """The rank whose segments this worker moves, from 0 to ``world_size`` - 1."""
     world_size: int = 1
     """Number of ranks that hold KV side by side."""
-    replicated: bool = False
-    """True if all ranks hold the same KV (MLA). A row then holds one segment, and rank 0 writes it."""
+    copies: int = 1
+    """Number of neighbouring ranks that hold the same KV; all of them with latent attention (MLA).
+
+    The first of them writes what all of them read.
+    """
+    page_starts: tuple[tuple[int, ...], ...] | None = None
+    """Offsets of the pages in a GPU block of a canonical row, per group; None: ranks lie side by side."""
 
     def __post_init__(self) -> None:
         if not self.page_bytes or not all(pages and min(pages) > 0 for pages in self.page_bytes):
@@ -49,6 +57,8 @@ class RowLayout:
             raise ConfigError(f"block_size_factor {self.block_size_factor} is not a positive number")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is not one of {self.world_size} worker(s)")
+        if self.copies < 1 or self.world_size % self.copies:
+            raise ConfigError(f"{self.world_size} worker(s) do not hold {self.copies} copies of each part of the KV")
 
     @classmethod
     def of(
@@ -57,11 +67,14 @@ class RowLayout:
         block_size_factor: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        replicated: bool = False,
+        copies: int = 1,
     ) -> RowLayout:
-        """Return the layout of the rows for ``kv_caches``."""
-        pages = tuple(tuple(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs)
-        return cls(pages, block_size_factor, rank, world_size, replicated)
+        """Return the layout of the rows for ``kv_caches``; canonical if its pages have places in a row."""
+        refs = kv_caches.group_data_refs
+        pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in refs)
+        starts = tuple(tuple(ref.row_offset for ref in group if ref.row_offset is not None) for group in refs)
+        canonical = any(starts)
+        return cls(pages, block_size_factor, rank, world_size, copies, starts if canonical else None)
 
     @cached_property
     def gpu_block_bytes(self) -> tuple[int, ...]:
@@ -70,29 +83,52 @@ class RowLayout:
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """Bytes of one rank's segment of a row, per group."""
+        """Bytes of a row that one rank uses, per group."""
         return tuple(size * self.block_size_factor for size in self.gpu_block_bytes)
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of all ranks, per group. Media hold exactly these bytes, never padding."""
-        segments = 1 if self.replicated else self.world_size
-        return tuple(size * segments for size in self.rank_bytes)
+        return tuple(size * self.shards for size in self.rank_bytes)
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that hold different KV."""
+        return self.world_size // self.copies
 
     @cached_property
     def page_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Offset of each ref's page within a GPU block, per group."""
-        return tuple(tuple(accumulate(pages[:-1], initial=0)) for pages in self.page_bytes)
+        """Offset of each ref's page in a row's first GPU block, per group."""
+        if self.page_starts is not None:
+            return self.page_starts
+        starts = [self.rank // self.copies * size for size in self.rank_bytes]
+        return tuple(
+            tuple(accumulate(pages[:-1], initial=start)) for start, pages in zip(starts, self.page_bytes, strict=True)
+        )
 
-    def segment_start(self, group: int) -> int:
-        """Return the offset of this rank's segment in a row of ``group``."""
-        return 0 if self.replicated else self.rank * self.rank_bytes[group]
+    @cached_property
+    def block_strides(self) -> tuple[int, ...]:
+        """Distance between this rank's pages of two GPU blocks of a row, per group."""
+        ranks = 1 if self.page_starts is None else self.shards
+        return tuple(size * ranks for size in self.gpu_block_bytes)
+
+    def places(self, group: int) -> list[tuple[int, int]]:
+        """Return start and size of this rank's pages in a row of ``group``, GPU block by GPU block."""
+        pages = list(zip(self.page_offsets[group], self.page_bytes[group], strict=True))
+        ends = [sub * self.block_strides[group] for sub in range(self.block_size_factor)]
+        return [(end + start, size) for end in ends for start, size in pages]
 
     @property
     def part(self) -> tuple[int, int]:
         """The bytes of a row that this rank uses: the first one, and the one after the last."""
-        starts = [self.segment_start(group) for group in range(len(self.page_bytes))]
-        return min(starts), max(start + size for start, size in zip(starts, self.rank_bytes, strict=True))
+        places = [place for group in range(len(self.page_bytes)) for place in self.places(group)]
+        return min(start for start, _ in places), max(start + size for start, size in places)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """This rank's number among the ranks that use about the same bytes of a row, and the number of these."""
+        same = self.copies if self.page_starts is None else self.world_size
+        return self.rank % same, same
 
     @property
     def row_bytes(self) -> int:
@@ -106,8 +142,8 @@ class RowLayout:
 
     @property
     def writes(self) -> bool:
-        """True if this rank writes rows. Of replicated KV, only rank 0 does."""
-        return not self.replicated or self.rank == 0
+        """True if this rank writes rows: it is the first of those that hold the same KV."""
+        return self.rank % self.copies == 0
 
 
 class GroupPages(NamedTuple):

@@ -23,9 +23,7 @@ def share_of(kv_caches: CanonicalKVCaches, layout: RowLayout) -> Share:
         from tiering.copy.cudart import device_properties
 
         properties = device_properties(device)
-    start, stop = layout.part
-    turns = layout.world_size if layout.replicated else 1
-    return Share(layout.row_stride, start, stop, layout.rank % turns, turns, cpus_near(properties))
+    return Share(layout.row_stride, *layout.part, *layout.turn, cpus_near(properties))
 
 
 def cpus_near(properties: Any, sysfs: Path = Path("/sys")) -> frozenset[int]:

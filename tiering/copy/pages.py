@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +24,10 @@ class DeviceGroup:
     """The widest integer type that all pages consist of: the kernel moves words, not bytes."""
     block_bytes: int
     """Size of a GPU block in bytes."""
-    segment_start: int
-    """Offset of this rank's segment in a row in bytes."""
+    row_stride: int
+    """Distance between this rank's bytes of two GPU blocks of a row in bytes."""
+    runs: Runs
+    """Pieces of a staged GPU block that are contiguous in a row too."""
     pages: torch.Tensor
     """The pages in the order of a segment, int64 on the device, shape (4, number of pages).
 
@@ -38,16 +42,18 @@ class DeviceGroup:
     @classmethod
     def of(cls, kv_caches: CanonicalKVCaches, layout: RowLayout, group: int) -> DeviceGroup:
         """Return the pages of one group of ``kv_caches``."""
-        refs, offsets = kv_caches.group_data_refs[group], layout.page_offsets[group]
+        refs = kv_caches.group_data_refs[group]
         tensors = [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
         addresses = [tensor.data_ptr() for tensor in tensors]
         strides = [int(tensor.stride(0)) for tensor in tensors]
         sizes = [ref.page_size_bytes for ref in refs]
         word = _word([*addresses, *strides, *sizes])
-        words = [[number // word.itemsize for number in numbers] for numbers in (offsets, sizes)]
+        staged = list(accumulate(sizes[:-1], initial=0))
+        words = [[number // word.itemsize for number in numbers] for numbers in (staged, sizes)]
         pages = torch.tensor([addresses, strides, *words], dtype=torch.int64, device=tensors[0].device)
-        block_bytes, start = layout.gpu_block_bytes[group], layout.segment_start(group)
-        return cls(word, block_bytes, start, pages, max(words[1]), tuple(tensors))
+        block_bytes, stride = layout.gpu_block_bytes[group], layout.block_strides[group]
+        runs = _runs(staged, layout.page_offsets[group], sizes)
+        return cls(word, block_bytes, stride, runs, pages, max(words[1]), tuple(tensors))
 
 
 class PageKernel(Protocol):
@@ -63,6 +69,24 @@ class PageKernel(Protocol):
             store: True: from the pages to the staging buffer. False: the other way. A GPU block that is named several
                 times, which only the null block may be, then holds words of each of its copies.
         """
+
+
+class Runs(NamedTuple):
+    """Contiguous pieces of a GPU block. The three arrays are co-indexed."""
+
+    staged: Addresses
+    """Offsets in a staged GPU block."""
+    row: Addresses
+    """Offsets in a row, for its first GPU block."""
+    sizes: Addresses
+    """Bytes of each piece."""
+
+
+def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Runs:
+    """Join the pages that touch in a row; in the staging buffer all of them do."""
+    first = [0, *(i for i in range(1, len(sizes)) if row[i - 1] + sizes[i - 1] != row[i])]
+    numbers = np.array([staged, row, sizes], np.uint64)
+    return Runs(numbers[0, first], numbers[1, first], np.add.reduceat(numbers[2], first))
 
 
 def _word(sizes: list[int]) -> torch.dtype:
@@ -95,10 +119,13 @@ def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: in
         stride: distance between rows in bytes.
         chunk_rows: number of rows in one registration; no piece crosses the border of two registrations.
     """
-    size = np.uint64(group.block_bytes)
-    device = np.arange(len(pages.gpu), dtype=np.uint64) * size
-    host = (pages.rows * stride + pages.subs * group.block_bytes + group.segment_start).astype(np.uint64)
-    return _merged(device, host, np.full(len(device), size), pages.rows // chunk_rows)
+    device = np.arange(len(pages.gpu), dtype=np.uint64) * np.uint64(group.block_bytes)
+    host = (pages.rows * stride + pages.subs * group.row_stride).astype(np.uint64)
+    chunks, runs = pages.rows // chunk_rows, group.runs
+    if (count := len(runs.sizes)) > 1:
+        device, host, chunks = np.repeat(device, count), np.repeat(host, count), np.repeat(chunks, count)
+    staged, row, sizes = (np.tile(numbers, len(pages.gpu)) for numbers in runs)
+    return _merged(device + staged, host + row, sizes, chunks)
 
 
 def _merged(device: Addresses, host: Addresses, sizes: Addresses, chunks: NDArray[np.int64]) -> Pieces:

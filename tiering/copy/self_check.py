@@ -56,8 +56,8 @@ def check_round_trip(
         sizes = [factor if index == group else 0 for index in range(len(layout.page_bytes))]
         gpu = GPULoadStoreSpec(blocks, sizes, [0] * len(sizes))
         cpu = CPULoadStoreSpec([row])
-        segment = rows[row, layout.segment_start(group) :][: layout.rank_bytes[group]]
-        row_before = segment.copy()
+        places = np.concatenate([np.arange(start, start + size) for start, size in layout.places(group)])
+        row_before = rows[row, places]
         pages = list(_pages(kv_caches, group, blocks))
         before = [page.clone() for page in pages]
         expected = np.random.default_rng(group).integers(0, 256, layout.rank_bytes[group], dtype=np.uint8)
@@ -65,7 +65,7 @@ def check_round_trip(
             _fill(pages, expected)
             _run(store, (gpu, cpu), "store")
             if not layout.writes:
-                segment[:] = expected
+                rows[row, places] = expected
             for page in pages:
                 page.zero_()
             _run(load, (cpu, gpu), "load")
@@ -73,8 +73,8 @@ def check_round_trip(
         finally:
             for page, content in zip(pages, before, strict=True):
                 page.copy_(content)
-            stored = segment.copy()
-            segment[:] = row_before
+            stored = rows[row, places]
+            rows[row, places] = row_before
         if not (np.array_equal(stored, expected) and np.array_equal(found, expected)):
             way = "to" if not np.array_equal(stored, expected) else "from"
             raise ConfigError(

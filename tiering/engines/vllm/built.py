@@ -49,7 +49,7 @@ def worker_mark(model: ModelIdentity, hf_config: Any, caller: FrameType | None) 
         caller: the stack frame that builds the worker's connector.
     """
     try:
-        built = _model_of(caller)
+        built = model_of(caller)
         if built is not None:
             return settings_mark(model, changed_configs(built, hf_config))
         logger.warning("the worker's model is not found, so the configuration that it was built from is not known")
@@ -58,7 +58,7 @@ def worker_mark(model: ModelIdentity, hf_config: Any, caller: FrameType | None) 
     return UNKNOWN
 
 
-def _model_of(frame: FrameType | None) -> Any:
+def model_of(frame: FrameType | None) -> Any:
     """Return the model of the worker among the callers; None: there is none.
 
     vLLM gives a connector no other access to the model.

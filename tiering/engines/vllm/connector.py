@@ -35,7 +35,7 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.adapter_loads import AdapterLoads
-from tiering.engines.vllm.built import worker_mark
+from tiering.engines.vllm.built import model_of, worker_mark
 from tiering.engines.vllm.events import engine_events
 from tiering.engines.vllm.geometry import (
     Geometry,
@@ -44,6 +44,7 @@ from tiering.engines.vllm.geometry import (
     simple_cache,
     zeroes_early,
 )
+from tiering.engines.vllm.heads import check_copies
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
 from tiering.engines.vllm.kept_groups import kept_groups
@@ -58,7 +59,7 @@ from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWo
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 from tiering.simple.selection import simple_options
 from tiering.simple.worker import SimpleCPUOffloadWorker
-from tiering.spec import TieringOffloadingSpec
+from tiering.spec import TieringOffloadingSpec, read_stack
 
 logger = logging.getLogger("kv_tiering.vllm")
 share_logging(logging.getLogger("vllm"))
@@ -127,6 +128,10 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             self._watch_adapters(vllm_config.lora_config, geometry)
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
             return
+        if read_stack(vllm_config.kv_transfer_config.kv_connector_extra_config).layout == "canonical":
+            geometry = geometry_of(vllm_config, kv_cache_config, canonical=True)
+            if is_worker and geometry.copies > 1 and not vllm_config.model_config.use_mla:
+                check_copies(model_of(sys._getframe(1)), geometry.engine.world_size // geometry.copies)
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
         if is_worker:
             self._spec.mark = worker_mark(self._spec.model, vllm_config.model_config.hf_config, sys._getframe(1))
@@ -291,7 +296,8 @@ def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> T
         model=model_identity(vllm_config, kv_cache_config, geometry),
         group_bytes=geometry.group_bytes,
         rank=geometry.rank,
-        replicated=geometry.replicated,
+        copies=geometry.copies,
+        heads=geometry.heads,
         replica=geometry.replica,
         enable_events=_publishes_events(vllm_config),
     )

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiering.api.engine import EngineConfig, KVCacheGroup, blocks_per_chunk
+from tiering.api.engine import EngineConfig, HeadShard, KVCacheGroup, blocks_per_chunk
 from tiering.api.namespace import KVLayout
+from tiering.engines.vllm.heads import head_shard
 from tiering.engines.vllm.kept_groups import is_skipped
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
+_CANONICAL_FORMAT = 1
+"""Version of the rows that hold the heads of all ranks in order."""
 _REFUSED_KINDS = {
     "cross_attention": "its KV belongs to the encoder's input instead of tokens",
     "unknown": "its kind is not known",
@@ -31,8 +34,10 @@ class Geometry:
     """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
     block_size_factor: int
     """Number of GPU blocks in one offloaded block."""
-    replicated: bool
-    """True if all ranks hold the same KV."""
+    copies: int
+    """Number of neighbouring ranks that hold the same KV; rows hold it once."""
+    heads: HeadShard | None
+    """This rank's KV heads, if rows are canonical; None: rows hold ranks side by side."""
     rank: int
     """Rank of this worker."""
     replica: str | None
@@ -177,7 +182,11 @@ def _cannot_continue(vllm_config: Any) -> bool:
 
 
 def read_geometry(
-    vllm_config: Any, kv_cache_config: Any, kind_of: Callable[[Any], str], hash_block_size: int
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kind_of: Callable[[Any], str],
+    hash_block_size: int,
+    canonical: bool = False,
 ) -> Geometry:
     """Return the shape that scheduler and workers must agree on.
 
@@ -186,9 +195,11 @@ def read_geometry(
         kv_cache_config: vLLM's KV-cache configuration.
         kind_of: vLLM's function that returns the kind of a KV-cache spec.
         hash_block_size: number of tokens that one block hash covers.
+        canonical: True if rows hold the heads of all ranks in order; default: False.
 
     Raises:
-        ConfigError: the page size of a layer is unknown, or the size of offloaded blocks is invalid.
+        ConfigError: the page size of a layer is unknown, the size of offloaded blocks is invalid, or there are no
+            canonical rows for the model.
     """
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
@@ -206,9 +217,12 @@ def read_geometry(
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
-    replicated = world_size > 1 and _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
+    heads = head_shard(vllm_config, kv_cache_config, groups) if canonical else None
+    if heads is not None:
+        segments = heads.shards
+    else:
+        segments = 1 if _all_ranks_alike(vllm_config, kv_cache_config, world_size, context) else world_size
     factor = blocks_per_chunk(vllm_config.kv_transfer_config.kv_connector_extra_config, engine.block_sizes)
-    segments = 1 if replicated else world_size
     places, strides = _places(kv_cache_config), _strides(kv_cache_config)
     pages = [_pages(group, places, strides) for _, group in found]
     blocks = tuple(sum(sizes.values()) for sizes in pages)
@@ -216,11 +230,12 @@ def read_geometry(
         engine=engine,
         group_bytes=tuple(size * factor * segments for size in blocks),
         block_size_factor=factor,
-        replicated=replicated,
+        copies=world_size // segments,
+        heads=heads,
         rank=int(parallel.rank),
         replica=_replica(parallel, engine.engine_id),
         group_texts=tuple(
-            _text(group, theirs, sizes) + _state_text(vllm_config, group, theirs)
+            _text(group, theirs, sizes, 1 if heads is None else segments) + _state_text(vllm_config, group, theirs)
             for group, (_, theirs), sizes in zip(groups, found, pages, strict=True)
         ),
         kv_dtype=_kv_dtype(vllm_config),
@@ -244,7 +259,7 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
 def cache_bytes(kv_cache_config: Any, geometry: Geometry) -> int:
     """Return the bytes of the KV caches of all workers; equal copies count once."""
     own = sum(tensor.size for tensor in _tensors(kv_cache_config))
-    return own if geometry.replicated else own * geometry.engine.world_size
+    return own * (geometry.engine.world_size // geometry.copies)
 
 
 def _tensors(kv_cache_config: Any) -> tuple[KVCacheTensor, ...]:
@@ -279,6 +294,13 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
         hash_seed: seed of the block hashes.
     """
     parallel = vllm_config.parallel_config
+    sizes = (
+        ("tensor", int(parallel.tensor_parallel_size)),
+        ("pipeline", int(parallel.pipeline_parallel_size)),
+        ("decode_context", int(getattr(parallel, "decode_context_parallel_size", 1))),
+        ("context_interleave", int(getattr(parallel, "cp_kv_cache_interleave_size", 1))),
+        ("replicated", int(geometry.copies > 1)),
+    )
     return KVLayout(
         kv_dtype=geometry.kv_dtype,
         layer_names=tuple(name for group in geometry.engine.groups for name in group.layer_names),
@@ -287,13 +309,7 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
         block_size_factor=geometry.block_size_factor,
         group_bytes=geometry.group_bytes,
         memory_order=memory_order,
-        parallel_sizes=(
-            ("tensor", int(parallel.tensor_parallel_size)),
-            ("pipeline", int(parallel.pipeline_parallel_size)),
-            ("decode_context", int(getattr(parallel, "decode_context_parallel_size", 1))),
-            ("context_interleave", int(getattr(parallel, "cp_kv_cache_interleave_size", 1))),
-            ("replicated", int(geometry.replicated)),
-        ),
+        parallel_sizes=sizes if geometry.heads is None else (("canonical", _CANONICAL_FORMAT),),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         hash_seed=hash_seed,
         hash_block_size=geometry.engine.hash_block_size,
@@ -422,8 +438,15 @@ def _kv_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _text(group: KVCacheGroup, found: Any, pages: dict[object, int]) -> str:
-    """Return a description of a group, in words that the scheduler's copy of the configuration has too."""
+def _text(group: KVCacheGroup, found: Any, pages: dict[object, int], ranks: int) -> str:
+    """Return a description of a group, in words that the scheduler's copy of the configuration has too.
+
+    Args:
+        group: the group.
+        found: vLLM's object for it.
+        pages: size of each page of a block.
+        ranks: number of ranks whose heads are described together.
+    """
     words = (
         "num_kv_heads",
         "head_size",
@@ -434,8 +457,11 @@ def _text(group: KVCacheGroup, found: Any, pages: dict[object, int]) -> str:
         "cache_dtype_str",
     )
     first = _first(found.kv_cache_spec)
-    geometry = ", ".join(f"{word} {getattr(first, word)}" for word in words if getattr(first, word, None) is not None)
-    sizes = list(pages.values())
+    values = {word: value for word in words if (value := getattr(first, word, None)) is not None}
+    if ranks > 1:
+        values["num_kv_heads"] *= ranks
+    geometry = ", ".join(f"{word} {value}" for word, value in values.items())
+    sizes = [size * ranks for size in pages.values()]
     several = f", pages of {sizes} bytes" if len(set(sizes)) > 1 else ""
     return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}{several}"
 

@@ -20,16 +20,22 @@ def kind_of(spec: Any) -> str:
     return str(get_kv_cache_spec_kind(spec).value)
 
 
-def geometry_of(vllm_config: Any, kv_cache_config: Any) -> Geometry:
+def geometry_of(vllm_config: Any, kv_cache_config: Any, canonical: bool = False) -> Geometry:
     """Return the shape of vLLM's KV cache.
 
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's KV-cache configuration.
+        canonical: True if rows hold the heads of all ranks in order; default: False.
+
     Raises:
-        ConfigError: the page size of a layer is unknown, or the size of offloaded blocks is invalid.
+        ConfigError: the page size of a layer is unknown, the size of offloaded blocks is invalid, or there are no
+            canonical rows for the model.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return read_geometry(vllm_config, kv_cache_config, kind_of, int(hash_block_size))
+    return read_geometry(vllm_config, kv_cache_config, kind_of, int(hash_block_size), canonical)
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> ModelIdentity:

@@ -1,0 +1,116 @@
+"""Canonical blocks on a disk, which engines with other numbers of workers find after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, answers_without_tiers, engine, prompt, whole_blocks, wrong
+from tests.vllm.server import Server, serve, until
+from tests.wrapped_handler import Wrapped
+from tiering.api.transfer import CPULoadStoreSpec, TransferSpec
+from tiering.copy.contract import OffloadingHandler
+
+FIRST, SECOND = [prompt(seed) for seed in range(3)], [prompt(seed) for seed in range(10, 13)]
+ALL = whole_blocks(FIRST) * BLOCK_BYTES
+"""Bytes of the whole blocks of either list of prompts, all workers together."""
+LAYERS, HEADS = 3, 2
+OMP_THREADS = {1: "0", 2: "0|1", 4: "0|1|0|1"}
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> list[Answer]:
+    return answers_without_tiers(llama, [*FIRST, *SECOND])
+
+
+def stack(path: Path) -> dict[str, Any]:
+    local = {"type": "local", "path": str(path / "disk"), "capacity": "64MiB"}
+    return {"primary": {"capacity": "64MiB"}, "secondary": [local], "layout": "canonical"}
+
+
+@contextmanager
+def workers(model: Path, path: Path, count: int) -> Iterator[Server]:
+    """A server with ``count`` workers whose disk is open."""
+    options = ["--tensor-parallel-size", str(count), "--distributed-executor-backend", "mp", "--shutdown-timeout", "60"]
+    with serve(
+        model, stack(path), path / f"log{count}", *options, VLLM_CPU_OMP_THREADS_BIND=OMP_THREADS[count]
+    ) as server:
+        until(lambda: step(server) and server.metric("kv_tiering_available", tier="local") == 1, 120, "the disk")
+        yield server
+
+
+def step(server: Server) -> bool:
+    """Let the engine make one step, which reports what was copied."""
+    return bool(server.ask([FIRST[0][:8]], 1))
+
+
+def stored(server: Server) -> float:
+    step(server)
+    return server.metric("kv_tiering_cascades_total", tier="local")
+
+
+class SwappedHeads(Wrapped):
+    """A handler that loads rows whose two heads are in the wrong order."""
+
+    def __init__(self, inner: OffloadingHandler, rows: np.ndarray) -> None:
+        super().__init__(inner)
+        self.rows = rows
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        source, _ = spec
+        assert isinstance(source, CPULoadStoreSpec)
+        for row in source.block_ids:
+            pages = self.rows[row, :BLOCK_BYTES].reshape(LAYERS, HEADS, -1)
+            pages[:] = pages[:, ::-1].copy()
+        return self.inner.transfer_async(job_id, spec)
+
+
+def test_one_two_and_four_workers_find_each_other_s_blocks_after_a_restart(
+    llama: Path, expected: list[Answer], tmp_path: Path
+) -> None:
+    first, second = expected[: len(FIRST)], expected[len(FIRST) :]
+    with engine(llama, stack(tmp_path)) as one:
+        assert wrong(one.ask(FIRST), first) == []
+        one.settle()
+    with workers(llama, tmp_path, 2) as two:
+        assert wrong(two.ask(FIRST), first) == []
+        step(two)
+        assert two.loaded() == ALL
+        before = stored(two)
+        assert wrong(two.ask(SECOND), second) == []
+        until(lambda: stored(two) >= before + whole_blocks(SECOND), 60, "the stores of two workers")
+    with engine(llama, stack(tmp_path)) as one:
+        answers, loaded = one.loaded(lambda: one.ask(SECOND))
+        assert wrong(answers, second) == []
+        assert loaded == ALL
+        negative_control(one, second)
+    with workers(llama, tmp_path, 4) as four:  # two heads: two workers hold each
+        assert wrong(four.ask([*FIRST, *SECOND]), expected) == []
+        step(four)
+        assert four.loaded() == 2 * 2 * ALL
+
+
+def negative_control(one: Engine, second: list[Answer]) -> None:
+    """Heads in the wrong order change the answers."""
+    one.evict()
+    rows = one.worker._spec._region.array
+    with one.loads_through(lambda inner: SwappedHeads(inner, rows)):
+        answers = one.ask(SECOND, params={"kv_tiering": {"store": False}})
+    assert wrong(answers, second) == [0, 1, 2]
+
+
+def test_plain_and_canonical_blocks_of_one_engine_are_apart(
+    llama: Path, expected: list[Answer], tmp_path: Path
+) -> None:
+    with engine(llama, {**stack(tmp_path), "layout": "plain"}) as one:
+        one.ask(FIRST)
+        one.settle()
+    with engine(llama, stack(tmp_path)) as one:
+        answers, loaded = one.loaded(lambda: one.ask(FIRST))
+    assert wrong(answers, expected[: len(FIRST)]) == []
+    assert loaded == 0
