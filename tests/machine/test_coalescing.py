@@ -7,11 +7,17 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from xxhash import xxh3_128_digest
 
 from tests.fake_s3 import FakeS3, Trouble
 from tests.machine.engines import SmallEngine, key_of
-from tests.machine.hosts import service_process
+from tests.machine.hosts import service_in_thread, service_process
+from tests.machine.test_service import Raw
+from tiering.machine.messages import Kind, Record
+from tiering.secondary.contract import TierContext
+from tiering.testing.fake_tier import FakeTier
 
 BLOCKS = 24
 PATIENT = {"lookup_deadline": "30s"}
@@ -97,3 +103,36 @@ def test_a_failed_read_is_a_miss_for_all_that_wait_for_it(tmp_path: Path, fake: 
         gate.set()
         for engine in made[1:]:
             assert engine.load(range(4)) == ([], [])
+
+
+def test_a_copy_whose_source_has_changed_since_the_read_is_a_miss(tmp_path: Path) -> None:
+    """The engine of the row may scribble on it, or be broken."""
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, held={key_of(1)}))
+        return made[-1]
+
+    block = bytes(range(64))
+    load = Record(Kind.LOAD, 7, seconds=60.0, keys=[key_of(1)], rows=[3])
+    with service_in_thread(tmp_path / "cache.sock", slow=build) as service, ExitStack() as undo:
+        raws = [Raw(service.path, tier="slow", group_bytes=(64, 64)) for _ in range(2)]
+        for raw in raws:
+            undo.callback(raw.close)
+        for scribbles, outcome in ((False, b"\1"), (True, b"\0")):
+            for raw in raws:
+                raw.send(Record(Kind.FOLLOWED, raw.receive(Kind.STATE).number), load)
+                raw.send(Record(Kind.LOOKUP, 5, keys=[key_of(2)]))
+                assert raw.receive(Kind.ANSWER).number == 5
+            (order,) = made[0].loads[-1:]
+            assert order.digests == {}
+            source = raws[0]
+            source.region.array[3, :64] = np.frombuffer(block, np.uint8)
+            order.digests[key_of(1)] = xxh3_128_digest(block)
+            if scribbles:
+                source.region.array[3, 5] = 99
+            made[0].finish(order)
+            service.wake()
+            assert raws[0].receive(Kind.RESULT).text == b"\1"
+            assert raws[1].receive(Kind.RESULT).text == outcome
+            assert (raws[1].region.array[3, :64].tobytes() == block) is (outcome == b"\1")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +22,9 @@ from tests.machine.hosts import service_in_thread, stack_of
 from tests.machine.test_tier import machine_tier
 from tiering.cli.serve import check_service
 from tiering.config.stack_file import load_stack
-from tiering.errors import ConfigError, RegionError, TieringError
+from tiering.errors import ConfigError, TieringError
 from tiering.machine.link import ServiceSocket, greet
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
-from tiering.machine.rows import RowSpace, check_rows
 from tiering.machine.service import IDLE_SECONDS, MachineService
 from tiering.machine.words import Greeting
 from tiering.primary.memory.region import SharedRegion
@@ -280,41 +281,7 @@ def test_noise_ends_its_connection_and_nothing_else(
     assert good.receive(Kind.ANSWER).number == 5
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
-
-
-def test_rows_of_engines_lie_apart_and_their_place_is_used_again() -> None:
-    space, one, two = RowSpace(STRIDE, 1 << 30), SharedRegion.create(4, STRIDE), SharedRegion.create(4, STRIDE)
-    first, second = space.add(one.fd, 4), space.add(two.fd, 4)
-    space.array[first + 1] = 1
-    space.array[second + 1] = 2
-    assert (one.array[1] == 1).all()
-    assert (two.array[1] == 2).all()
-    assert not one.array[0].any()
-    space.remove(first)
-    assert space.add(two.fd, 4) == first
-    with pytest.raises(RegionError, match="do not fit"):
-        RowSpace(STRIDE, 3 * STRIDE).add(one.fd, 4)
-    one.close()
-    two.close()
-
-
-def test_files_that_others_could_cut_are_refused(tmp_path: Path) -> None:
-    loose = os.memfd_create("loose")
-    os.ftruncate(loose, STRIDE)
-    os.fchmod(loose, 0o666)
-    on_disk = os.open(tmp_path / "rows", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(on_disk, STRIDE)
-    os.fchmod(on_disk, 0o666)
-    for fd in (loose, on_disk):
-        with pytest.raises(RegionError):
-            check_rows(fd, STRIDE)
-        os.close(fd)
-    region = SharedRegion.create(1, STRIDE)
-    check_rows(region.fd, STRIDE)
-    with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(region.fd, 0)
-    region.close()
+# ---------------------------------------------------------------------------------------------------- rows in use
 
 
 def test_the_service_keeps_rows_until_the_io_has_ended(path: Path) -> None:
@@ -378,6 +345,30 @@ def test_a_load_waits_for_no_read_of_a_block_that_a_reset_has_invalidated(path: 
             raw.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.EMSGSIZE])
+def test_a_message_that_cannot_be_sent_costs_no_farewell(
+    service: MachineService, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Without one, the rows of all its loads stay out of use until the service ends."""
+    one, failed = raw(), threading.Event()
+    one.receive(Kind.STATE)
+    send = socket.socket.send
+
+    def fail_once(self: socket.socket, *args: Any) -> int:
+        if threading.current_thread().name == "kv-test-service" and not failed.is_set():
+            failed.set()
+            raise OSError(number, os.strerror(number))
+        return send(self, *args)
+
+    monkeypatch.setattr(socket.socket, "send", fail_once)
+    one.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+    assert failed.wait(30.0)
+    if number == errno.ENOBUFS:
+        assert one.receive(Kind.ANSWER).number == 5
+        one.connection.leave()
+    assert one.ended()
+
+
 def test_a_medium_that_hangs_delays_the_other_namespaces_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tier is to be opened again, for an engine whose weights are those of the start."""
     monkeypatch.setattr("tiering.machine.service.CLOSE_AGAIN", 0.1)
@@ -437,6 +428,22 @@ def test_an_engine_with_a_refused_greeting_runs_without_the_tier(
     assert engine.load(range(4)) == ([0, 1, 2, 3], [])
     engine.close()
     assert caplog.text.count("no service; the engine runs without the tier") == 1
+
+
+def test_the_memory_of_a_closed_engine_is_free_while_something_refers_to_it(
+    path: Path, service: MachineService
+) -> None:
+    engine = SmallEngine(path)
+    assert engine.serving()
+    region = engine.manager.primary_tier._region
+    assert region is not None
+    rows = os.dup(region.fd)
+    assert os.fstat(rows).st_blocks > 0
+    tier: Any = engine.manager.secondary_tiers[0]
+    engine.close()
+    assert os.fstat(rows).st_blocks * 512 <= mmap.PAGESIZE
+    assert until(lambda: not tier._close_rows.alive, 10.0)
+    os.close(rows)
 
 
 def test_rows_without_a_descriptor_are_refused(path: Path) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.tier import BlockTier
+from tiering.machine.engine_jobs import Copies, Engine, EngineJob, SharedRead, copied
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
@@ -38,65 +38,6 @@ STATE_SECONDS = 1.0
 """Seconds after which an engine gets the statistics although nothing has changed."""
 
 
-class Engine(Protocol):
-    """One connection of an engine, as its tier uses it."""
-
-    name: str
-    """Name of the connection, which precedes those of its requests."""
-    first_row: int
-    """Number of the engine's first row among all rows."""
-    num_rows: int
-    """Number of the engine's rows."""
-    weights: str
-    """State of the weights that the engine computes with."""
-    generation: int
-    """Generation that the engine's rows belong to; -1 before it is known."""
-    jobs: int
-    """Number of jobs of the engine that have not ended."""
-    leaving: bool
-    """True if nothing is read from the engine any more."""
-
-    @property
-    def behind(self) -> bool:
-        """True if the engine does not read what was sent; states and wishes can then wait."""
-
-    def send(self, record: Record) -> None:
-        """Send a record as soon as there is room."""
-
-
-@dataclass(slots=True, eq=False)
-class EngineJob:
-    """A job of an engine."""
-
-    engine: Engine
-    """The engine."""
-    number: int
-    """Its number at the engine."""
-    keys: Sequence[OffloadKey]
-    """Its keys."""
-    rows: Sequence[int]
-    """Row of each key, among all rows."""
-    request: ReqContext
-    """The request, under a name that no other engine uses."""
-    deadline: float
-    """Time by which it should have ended."""
-    is_fill: bool
-    """True for a store of blocks that were promoted."""
-    arrived: bytearray
-    """1 for each key that succeeded."""
-    left: int
-    """Number of keys whose outcome is not known."""
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """A read of one block from the medium, and the rows that wait for it."""
-
-    row: int
-    followers: list[tuple[EngineJob, int]] = field(default_factory=list)
-    """Jobs, and the positions of the block in them."""
-
-
 class HostedTier:
     """One tier of one namespace; the service's thread calls all methods.
 
@@ -105,7 +46,7 @@ class HostedTier:
         rows: the rows of all engines.
         groups: bytes of a block, per KV-cache group.
         copiers: threads that copy blocks between rows.
-        copied: function that is called, from any thread, when copies have ended.
+        wake: function that is called, from any thread, when copies have ended.
         clock: function that returns monotonic seconds.
         weights: state of the weights for which the tier was built.
         generations: source of numbers of generations, which never returns one twice.
@@ -117,7 +58,7 @@ class HostedTier:
         rows: np.ndarray,
         groups: Sequence[int],
         copiers: ThreadPool,
-        copied: Callable[[], None],
+        wake: Callable[[], None],
         clock: Callable[[], float],
         weights: str,
         generations: Iterator[int],
@@ -144,18 +85,18 @@ class HostedTier:
         self._rows = rows
         self._groups = groups
         self._copiers = copiers
-        self._copied = copied
+        self._wake = wake
         self._clock = clock
         self._intake = tier.traits.intake or TierIntake()
         self._part = tier.traits.max_load_blocks or MAX_KEYS
         self._key_bytes = 0
         """Length of a key, the same in all engines of a namespace; 0 before the first."""
         self._numbers = 0
-        self._jobs: dict[int, tuple[EngineJob, Sequence[int]]] = {}
-        self._reading: dict[OffloadKey, _Read] = {}
+        self._jobs: dict[int, tuple[EngineJob, Sequence[int], dict[OffloadKey, bytes] | None]] = {}
+        self._reading: dict[OffloadKey, SharedRead] = {}
         self._stores: deque[tuple[EngineJob, list[int]]] = deque()
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
-        self._done: deque[list[tuple[EngineJob, int, bool]]] = deque()
+        self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
         self._told: dict[Engine, tuple[object, float]] = {}
         self._fresh_results: set[Engine] = set()
 
@@ -295,7 +236,7 @@ class HostedTier:
         for position, key in enumerate(job.keys):
             read = self._reading.get(key)
             if read is None:
-                self._reading[key] = _Read(job.rows[position])
+                self._reading[key] = SharedRead(job.rows[position])
                 mine.append(position)
             else:
                 read.followers.append((job, position))
@@ -322,7 +263,6 @@ class HostedTier:
 
     def _submit(self, job: EngineJob, positions: Sequence[int], *, load: bool) -> None:
         self._numbers += 1
-        self._jobs[self._numbers] = job, positions
         order = TransferJob(
             self._numbers,
             [job.keys[position] for position in positions],
@@ -333,17 +273,18 @@ class HostedTier:
             job.is_fill,
             job.deadline,
         )
+        if load:
+            order.digests = {}
+        self._jobs[self._numbers] = job, positions, order.digests
         (self.tier.submit_load if load else self.tier.submit_store)(order)
 
     def _finish(self, result: JobResult) -> None:
         """Take the result of a job of the tier, and begin the copies that wait for it."""
-        job, positions = self._jobs.pop(result.job_id)
+        job, positions, digests = self._jobs.pop(result.job_id)
         keys = [job.keys[position] for position in positions]
         good = set(keys if result.success else ()) if result.successful_keys is None else set(result.successful_keys)
         ended: list[tuple[EngineJob, int, bool]] = []
-        copied: list[tuple[EngineJob, int, bool]] = []
-        refused: list[tuple[EngineJob, int, bool]] = []
-        copies: list[tuple[int, list[int]]] = []
+        copies: list[Copies] = []
         for position, key in zip(positions, keys, strict=True):
             done = key in good
             read = self._reading.get(key)
@@ -352,28 +293,32 @@ class HostedTier:
                 del self._reading[key]
                 followers = read.followers
             if done and followers:
-                copies.append((job.rows[position], [other.rows[at] for other, at in followers]))
                 # The first engine has its row back after the copies.
-                copied += [(job, position, True), *((other, at, True) for other, at in followers)]
-                refused += [(job, position, True), *((other, at, False) for other, at in followers)]
+                copies.append(Copies((job, position), followers, (digests or {}).get(key)))
             else:
                 ended += [(job, position, done), *((other, at, False) for other, at in followers)]
         self._end(ended)
         if copies:
-            self.reads_saved += sum(len(rows) for _, rows in copies)
-            self._copiers.run(partial(self._copy, copies, copied), lambda _: self._settle(refused))
+            refused = copied(copies, lambda *_: False)
+            self._copiers.run(partial(self._copy, copies), lambda _: self._settle(len(copies), refused))
 
-    def _copy(self, copies: Sequence[tuple[int, Sequence[int]]], ended: list[tuple[EngineJob, int, bool]]) -> None:
+    def _copy(self, copies: Sequence[Copies]) -> None:
         """Copy rows; a thread of the copiers calls this method."""
-        rows = self._rows
-        for source, targets in copies:
-            for target in targets:
-                np.copyto(rows[target], rows[source])
-        self._settle(ended)
+        rows, groups = self._rows, self._groups
 
-    def _settle(self, ended: list[tuple[EngineJob, int, bool]]) -> None:
-        self._done.append(ended)
-        self._copied()
+        def copy(copies: Copies, job: EngineJob, position: int) -> bool:
+            source, at = copies.source
+            key, target = job.keys[position], rows[job.rows[position]]
+            size = groups[int.from_bytes(key[-GROUP_BYTES:], "big")]
+            np.copyto(target[:size], rows[source.rows[at]][:size])
+            # The engine of the source may have changed it since the read.
+            return xxh3_128_digest(target[:size]) == copies.digest
+
+        self._settle(len(copies), copied(copies, copy))
+
+    def _settle(self, reads: int, ended: list[tuple[EngineJob, int, bool]]) -> None:
+        self._done.append((reads, ended))
+        self._wake()
 
     def _end(self, ended: Sequence[tuple[EngineJob, int, bool]]) -> None:
         """Note the outcomes of keys, and report the jobs that have ended."""
@@ -415,7 +360,9 @@ class HostedTier:
     def step(self) -> None:
         """Collect results, answer lookups, submit stores, and send states."""
         while self._done:
-            self._end(self._done.popleft())
+            reads, ended = self._done.popleft()
+            self.reads_saved += sum(done for _, _, done in ended) - reads
+            self._end(ended)
         for result in self.tier.get_finished():
             self._finish(result)
         now = self._clock()

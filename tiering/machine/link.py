@@ -172,6 +172,7 @@ class Link:
         name: name of the tier, for the log.
         greeting: returns the text and the descriptors of a greeting; raises a StoreError while they are not known.
         announce: function that is called whenever something is in the queue.
+        ended: function that is called once nothing greets a service any more.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Link:
         name: str,
         greeting: Callable[[], tuple[bytes, Sequence[int]]],
         announce: Callable[[], None],
+        ended: Callable[[], object],
     ) -> None:
         self.queue: deque[LinkEvent] = deque()
         """The events, oldest first; only the scheduler's thread takes from the queue."""
@@ -191,6 +193,7 @@ class Link:
         self._name = name
         self._greeting = greeting
         self._announce = announce
+        self._ended = ended
         self._stopping = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._dying: list[ServiceSocket] = []
@@ -222,6 +225,7 @@ class Link:
         if (connection := self._current) is not None:
             connection.leave()
         if self._thread.ident is None:
+            self._ended()
             self._close()
 
     def _close(self) -> None:
@@ -256,6 +260,7 @@ class Link:
                 self._serve(connection)
             self._sleep(wait)
             wait = min(2 * wait, LONGEST_RETRY)
+        self._ended()
         while self._dying:
             self._sleep(LONGEST_RETRY)
         self._close()

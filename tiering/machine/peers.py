@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections import deque
 from contextlib import ExitStack
@@ -15,6 +16,9 @@ from tiering.machine.words import START
 
 MOST_BEHIND = 100
 """Records that wait for an engine, beyond which it gets no states and wishes."""
+
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Numbers of errors that pass once the machine has room again."""
 
 
 class Peer:
@@ -39,6 +43,8 @@ class Peer:
         self.leaving = False
         self.gone = False
         """True if nothing can be sent any more."""
+        self.starved = False
+        """True if the kernel had no memory for the last message; the next turn tries again."""
         self.received = self.sent = 0
         """Number of the next message from the engine, and to it."""
         self.out: deque[bytes] = deque()
@@ -53,15 +59,20 @@ class Peer:
             self.out.append(pack(record))
 
     def flush(self) -> None:
-        """Send what fits into the socket."""
+        """Send what fits into the socket; a message that cannot be sent ends the connection, with a farewell."""
+        self.starved = False
         out = list(self.out)
         for message, number in messages(out, self.sent):
             try:
                 self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
-            except OSError:
-                self.leaving = self.gone = True
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    self.starved = True
+                    return
+                # Without a farewell, the engine's rows stay out of use until this process ends.
+                self.gone, self.leaving = self.leaving, True
                 self.out.clear()
                 return
             self.sent += 1

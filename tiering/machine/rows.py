@@ -55,9 +55,10 @@ def check_rows(fd: int, nbytes: int) -> None:
         sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK
     except OSError as error:
         raise RegionError(f"the rows' file is not in memory: {error.strerror}") from error
-    # Rows that several processes map have a name in /dev/shm until all have mapped them, and cannot be sealed.
-    if not sealed and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS):
-        raise RegionError("the rows' file is neither sealed nor private to this user")
+    # Rows that several processes map cannot be sealed. They have a name in /dev/shm until all have mapped them; from
+    # then on, only these processes can reach the file.
+    if not sealed and (found.st_nlink or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS):
+        raise RegionError("the rows' file is neither sealed nor private to the engine's processes")
 
 
 class RowSpace:

@@ -6,7 +6,6 @@ thread waits for messages and announcements, and then runs a step of every tier,
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import mmap
@@ -14,7 +13,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,10 +25,11 @@ from tiering.api.masking import mask_text
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, TieringError
+from tiering.machine.door import bind_socket
 from tiering.machine.hosted import HostedTier
 from tiering.machine.link import peer_uid
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, read
-from tiering.machine.peers import HostedNamespace, Peer
+from tiering.machine.peers import NO_ROOM, HostedNamespace, Peer
 from tiering.machine.words import START, Greeting, revision_of
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
@@ -62,7 +61,6 @@ _OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
 _LOG_SECONDS = 30.0
 _NOBODY = 65534
 _MOST_FDS = 4
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 TierBuilder = Callable[[TierContext], SecondaryTierManager]
 """Function that returns a tier that is not open."""
@@ -121,33 +119,9 @@ class MachineService:
         Raises:
             ConfigError: another service listens there, or the directory is not private.
         """
-        directory = self.path.parent
-        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        found = directory.stat()
-        if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX):
-            raise ConfigError(f"{directory}: others may replace the socket there; use a directory of this user's own")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
-                trial.settimeout(1.0)
-                trial.connect(os.fspath(self.path))
-            raise ConfigError(f"{self.path}: another service listens there; give this one a socket of its own")
-        except (FileNotFoundError, ConnectionRefusedError):
-            with suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                    raise ConfigError(f"{self.path}: is there and is no socket; remove it") from None
-                self.path.unlink()
-        except TimeoutError:
-            raise ConfigError(f"{self.path}: another service listens there and does not answer; end it") from None
-        umask = os.umask(0o177)
-        try:
-            listener.bind(os.fspath(self.path))
-        finally:
-            os.umask(umask)
+        self._listener = bind_socket(self.path)
         self._inode = self.path.lstat().st_ino
-        listener.listen(64)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._copiers.start()
         _log.info("serving %s at %s", ", ".join(self._builders), self.path)
 
@@ -232,7 +206,7 @@ class MachineService:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _NO_ROOM:  # the connection still waits, and would wake the thread at once
+            if error.errno in NO_ROOM:  # the connection still waits, and would wake the thread at once
                 self._selector.unregister(self._listener)
                 self._listen_again = self._clock() + IDLE_SECONDS
                 if number := self._refusals.admit():
@@ -255,7 +229,7 @@ class MachineService:
 
     def _watch(self, peer: Peer) -> None:
         """Wait for room in the socket while something is to be sent."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out and not peer.starved else 0)
         key = self._selector.get_key(peer.socket)
         if key.events != wanted:
             self._selector.modify(peer.socket, wanted, key.data)
@@ -360,7 +334,8 @@ class MachineService:
         """Wait for room for the last records of an engine that reads slowly."""
         with suppress(KeyError):
             self._selector.unregister(peer.socket)
-        self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda: None)
+        if not peer.starved:
+            self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda: None)
 
     def _hang_up(self, peer: Peer) -> None:
         for handle in (peer.socket, peer.pidfd):

@@ -25,7 +25,7 @@ from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.definition import TierDefinition
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, StoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
@@ -61,8 +61,7 @@ LOAD_PART = 16
 MOST_WAITING = 1 << 20
 """Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
 
-_NO = PrefixAnswer(0, False)
-_ANYWHERE = ("",)
+_NO, _ANYWHERE = PrefixAnswer(0, False), ("",)
 _OWN = {"queries", "hits", "misses", "promotions", "promotions_failed", "promotions_active", "cascades"}
 _OWN |= {"cascades_failed", "cascades_active", "stores_dropped", "stores_evicted", "loads_overdue", "lookups_late"}
 _OWN |= {"job_latency", "job_latency_sum", "available", "writable"}
@@ -84,8 +83,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def __init__(self, context: TierContext, options: MachineTierOptions) -> None:
         if context.rows_fd is None:
             raise ConfigError(f"tier {context.name}: the rows have no descriptor that the service could map")
-        self.context = context
-        """Environment of the tier."""
+        self._context = replace(context, primary_view=memoryview(b""), rows_fd=None)  # the rows outlive no engine
         self.name = context.name
         self.traits = TierTraits(
             medium="MACHINE",
@@ -126,17 +124,20 @@ class MachineTier(TierIntake, SecondaryTierManager):
         """Counters of this engine's use of the tier."""
         self._remote = b"{}"
         """Statistics of the tier, of all engines together, as the service sent them."""
-        self._rows_fd = os.dup(context.rows_fd)  # the link's thread may greet a service while the rows are closed
-        weakref.finalize(self, os.close, self._rows_fd)
+        self._rows_fd = os.dup(context.rows_fd)  # the link's thread may greet while the rows are closed
+        self._close_rows = weakref.finalize(self, os.close, self._rows_fd)
         self._index = SharedIndex(
             present_ttl=PRESENT_SECONDS, absent_ttl=ABSENT_SECONDS, lookup_deadline=options.lookup_deadline
         )
-        self._link = Link(str(Path(options.socket).expanduser()), context.name, self._greeting, self._news.announce)
+        path = str(Path(options.socket).expanduser())
+        self._link = Link(path, context.name, self._greeting, self._news.announce, self._close_rows)
         inert_in_children(self, InertTier)
 
     def _greeting(self) -> tuple[bytes, Sequence[int]]:
         """Return the greeting of a new connection; the link's thread calls this method."""
-        context = self.context
+        if os.fstat(self._rows_fd).st_nlink:
+            raise StoreError("not all processes of the engine have mapped the rows yet")
+        context = self._context
         text = Greeting(
             tier=context.name,
             parameters=context.namespace.parameters,
@@ -352,7 +353,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         if self._owed:
             young = True  # the rows were emptied at the reset, and no common epoch counts after it
         elif known is None:
-            young = not epoch or not self.context.agreement.in_use
+            young = not epoch or not self._context.agreement.in_use
         elif known[0] == connection.instance:
             young = known[1] == generation
         else:

@@ -243,11 +243,11 @@ class Pipeline:
         ]
         outcomes = self._store.get(blocks)
         if len(outcomes) == len(blocks):
-            self._verify(blocks, sizes, outcomes, job.fingerprint)
+            self._verify(blocks, sizes, outcomes, job)
         return outcomes
 
     def _verify(
-        self, blocks: Sequence[BlockIO], sizes: Sequence[int], outcomes: list[Outcome], fingerprint: bytes
+        self, blocks: Sequence[BlockIO], sizes: Sequence[int], outcomes: list[Outcome], job: TransferJob
     ) -> None:
         """Replace the outcome of each block that was read and is not the requested one by an error."""
         read: list[int] = []
@@ -257,7 +257,7 @@ class Pipeline:
             if outcome is Done.DONE:
                 block, size = blocks[at], sizes[at]
                 try:
-                    header = self._decode(block, size, fingerprint)
+                    header = self._decode(block, size, job.fingerprint)
                 except StoreError as error:
                     outcomes[at] = error
                 except ConfigError as error:
@@ -271,6 +271,8 @@ class Pipeline:
         for at, header, digest in zip(read, found, digests, strict=True):
             if digest != header.digest:
                 outcomes[at] = FrameError(CorruptReason.PAYLOAD, blocks[at].key)
+            elif job.digests is not None:
+                job.digests[blocks[at].key] = digest
         refused = [outcome for outcome in outcomes if isinstance(outcome, CorruptBlockError)]
         if refused and (count := self._refused.admit(len(refused))):
             _log.warning(

@@ -85,6 +85,8 @@ class TransferJob(_Order):
     """Keys of a store that are not moved, because the medium holds them already; default: none."""
     fingerprint: bytes = b""
     """Fingerprint of the namespace in which blocks are written, and which blocks must carry when read."""
+    digests: dict[OffloadKey, bytes] | None = None
+    """The xxh3-128 of each block that a block tier has read and verified; None (default): it notes none."""
     ended_at: float | None = None
     """Time on the tier's clock at which the last block has ended; None: not before the job was reported."""
     unfinished: int = 1

@@ -9,6 +9,7 @@ half-way; the next start removes it.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -51,6 +52,9 @@ _MARKS_AT = 128
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 0x2, 0x4
+_PUNCH_HOLE = 0x3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_libc = ctypes.CDLL(None, use_errno=True)  # posix_fallocate has no flags
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 MAX_SIDES = 1024
 """Largest number of sides that can share a region."""
 MARK_BYTES = 16
@@ -127,6 +131,8 @@ class SharedRegion:
         "_complete",
         "_finalizer",
         "_marks",
+        "_owner",
+        "_private",
         "_rows",
         "address",
         "fd",
@@ -166,7 +172,9 @@ class SharedRegion:
         """Address of the first row in this process."""
         self.fd = fd
         """Descriptor of the memory, valid until :meth:`close`."""
-        self._finalizer = weakref.finalize(self, _release, fd, path, os.getpid())
+        self._owner = os.getpid()
+        self._private = path is None
+        self._finalizer = weakref.finalize(self, _release, fd, path, self._owner)
 
     @classmethod
     def create(cls, num_rows: int, row_bytes: int, *, share: Share | None = None) -> Self:
@@ -293,10 +301,21 @@ class SharedRegion:
         return self.array.data
 
     def close(self) -> None:
-        """Release the region. Its memory is freed with its last view. May be called twice."""
+        """Release the region, whose views stay valid. May be called twice.
+
+        The memory of a region for one process is freed at once, even if views of closed components survive.
+        """
+        if self._rows is not None and self._private and self._finalizer.alive and self._owner == os.getpid():
+            _punch(self.fd, self.nbytes)
         self._rows = None
         self._complete, self.pageable, self._marks = self._complete.copy(), self.pageable.copy(), self._marks.copy()
         self._finalizer()
+
+
+def _punch(fd: int, nbytes: int) -> None:
+    """Free the memory of the first ``nbytes`` bytes, which read as zeros from then on."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, 0, nbytes):
+        logger.debug("the rows are freed with their last view: %s", os.strerror(ctypes.get_errno()))
 
 
 def _total_bytes(num_rows: int, row_bytes: int) -> int:
