@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -33,24 +34,24 @@ from tiers.object.store import ObjectStore
 T = TypeVar("T")
 
 BUCKET = "kv-cache"
+Serve = Callable[[], AbstractContextManager[Endpoint]]
+"""Function that runs a service."""
+Start = Callable[[Serve], tuple[Endpoint, Bucket]]
 _prefixes = itertools.count()
 
 
 class Served:
-    """One server and bucket for a class of tests, with a prefix for each test."""
+    """One server and bucket for all classes of a module, with a prefix for each test."""
 
-    serve: ClassVar[Callable[[], AbstractContextManager[Endpoint]]]
+    serve: ClassVar[Serve]
     bucket: Bucket
     definition: TierDefinition
     options: BucketOptions
 
     @pytest.fixture(scope="class")
     @classmethod
-    def served(cls) -> Iterator[tuple[Endpoint, Bucket]]:
-        with cls.serve() as endpoint:
-            bucket = endpoint.make_bucket(BUCKET)
-            yield endpoint, bucket
-            bucket.close()
+    def served(cls, started: Start) -> tuple[Endpoint, Bucket]:
+        return started(cls.serve)
 
     @pytest.fixture(autouse=True)
     def _medium(self, served: tuple[Endpoint, Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +102,8 @@ class RealStoreSuite(StoreSuite):
         assert not store.delete_version("ns/1", again.version)
 
     def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: ObjectStore) -> None:
-        for number in range(self.many):
-            self.raw_write(f"many/{number:04}", b"x")
+        with ThreadPoolExecutor(8) as pool:
+            deque(pool.map(lambda number: self.raw_write(f"many/{number:04}", b"x"), range(self.many)), maxlen=0)
         assert store.reclaim("many/") == self.many
         assert self.bucket.names(self._name("many/")) == []
 
