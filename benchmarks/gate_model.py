@@ -49,6 +49,13 @@ TIER_TOKENS_PER_SECOND = 200_000.0
 """Tokens whose blocks the medium delivers per second, at full speed."""
 PART_BLOCKS = 8
 """Largest number of blocks of one job."""
+SHAPE = 1.5
+"""Shape of the Pareto distribution of lengths: without a bound, their variance is infinite."""
+LONGEST = 8.0
+"""Largest length, in medians."""
+_SHORTEST = math.pow(0.5, 1.0 / SHAPE)
+MEAN_LENGTH = SHAPE * _SHORTEST / (SHAPE - 1.0) - 0.5 * math.pow(LONGEST, 1.0 - SHAPE) / (SHAPE - 1.0)
+"""Mean length, in medians."""
 
 Policy = Literal["auto", "always", "never"]
 
@@ -62,7 +69,7 @@ class Cell:
     speeds: tuple[float, ...]
     """Shares of the medium's full speed, in equal parts of the run one after another."""
     tokens: int
-    """Median length of the prompts, in tokens; a tenth of them is four times as long."""
+    """Median length of the prompts, in tokens; the lengths have a Pareto distribution."""
     load: float
     """Share of the engine's time that computing everything would take."""
     requests: int = 160
@@ -76,6 +83,11 @@ class _Prompt:
     tokens: int
     left: int = 0
     answer: int = ANSWER_TOKENS
+
+
+def length(dice: random.Random) -> float:
+    """Return a random length in medians."""
+    return min(LONGEST, _SHORTEST * dice.paretovariate(SHAPE))
 
 
 class _Clock:
@@ -127,12 +139,10 @@ class GateModel:
         self._cell = cell
         self._clock = clock = _Clock()
         self._prompts: deque[_Prompt] = deque()
-        mean = 1.3 * cell.tokens
         at = 0.0
         for number in range(cell.requests):
-            at += dice.expovariate(cell.load * cell.prefill / mean)
-            tokens = cell.tokens * (4 if dice.random() < 0.1 else 1)
-            blocks = tokens // BLOCK_TOKENS
+            at += dice.expovariate(cell.load * cell.prefill / (MEAN_LENGTH * cell.tokens))
+            blocks = int(cell.tokens * length(dice)) // BLOCK_TOKENS
             keys = [make_offload_key(b"%016d%016d" % (number, block), 0) for block in range(blocks)]
             self._prompts.append(_Prompt(at, ReqContext(str(number)), keys, blocks * BLOCK_TOKENS + TAIL_TOKENS))
         part = at / len(cell.speeds)

@@ -193,6 +193,18 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Blocks a second of tiers with load_or_compute: auto. If it goes on, the tier is too slow for this engine.",
             unit="ops",
         ),
+        Panel(
+            "Measured worth",
+            {
+                "{{tier}} prefill": _tier_gauge("worth_prefill"),
+                "{{tier}} prefill ±": _tier_gauge("worth_prefill_margin"),
+                "{{tier}} waiting": _tier_gauge("worth_ttft"),
+                "{{tier}} waiting ±": _tier_gauge("worth_ttft_margin"),
+                "{{tier}} N": _tier_gauge("worth_controls"),
+                "{{tier}} controls/s": _tier_rate("controls"),
+            },
+            "Seconds a minute that loads save, and half of the 95% interval; only with load_or_compute: auto.",
+        ),
     ),
     "Capacity": (
         Panel(

@@ -262,3 +262,20 @@ def test_addresses() -> None:
     for plain in ("127.0.0.1:8000", "gpu-7:8000/metrics", "[::1]:8000"):
         done = kv_tiering("top", plain)
         assert (done.code, f"begins with http://; write http://{plain}" in done.err) == (2, True)
+
+
+def worth_of(**fields: float) -> list[tuple[str, str]]:
+    sample = Sample(0.0)
+    sample.tiers["cpu"] = {"blocks": 1.0}
+    sample.tiers["bucket"] = dict(fields)
+    return list(top_module.worths(sample, ()))
+
+
+def test_the_measured_worth_is_shown_with_its_interval_and_the_number_of_controls() -> None:
+    assert worth_of(blocks=1.0) == []
+    assert worth_of(worth_controls=37.0) == [("bucket", "saves — (N 37 of 200 requests)")]
+    known = {"worth_controls": 512.0, "worth_prefill": 41.2, "worth_prefill_margin": 3.1, "worth_ttft": -2.04}
+    text = "saves 41 ± 3 prefill seconds and -2.0 ± 0.9 seconds of waiting a minute (N 512)"
+    assert worth_of(**known, worth_ttft_margin=0.9) == [("bucket", f"{text}, promotions only")]
+    text = "saves 41 ± 3 prefill seconds and -2 ± 2 seconds of waiting a minute (N 512)"
+    assert worth_of(**known, worth_ttft_margin=2.1) == [("bucket", text)]

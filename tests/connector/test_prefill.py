@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.connector.fakes import FakeManager, FakeSchedulerOutput, make_spec
+from tests.connector.fakes import FakeManager, FakeRequest, FakeSchedulerOutput, make_spec
+from tiering.api.request import ReqContext
+from tiering.api.request_policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from tiering.connector.groups import build_groups
 from tiering.connector.prefill import PrefillSpeed
 from tiering.testing.clock import FakeClock
@@ -19,6 +21,14 @@ class Noting(FakeManager):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[Sequence[float]] = []
+        self.measured: list[str] = []
+        self.first_tokens: list[tuple[str, float]] = []
+
+    def measure_worth(self, req_context: ReqContext) -> None:
+        self.measured.append(req_context.req_id)
+
+    def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
+        self.first_tokens.append((req_context.req_id, prefill_seconds))
 
     def note_compute(self, seconds: Sequence[float]) -> None:
         self.noted.append(seconds)
@@ -39,6 +49,13 @@ class Rig:
         self.clock.advance(seconds)
         self.speed.ended()
         self.clock.advance(100.0)  # idle: other requests take no share of the steps
+
+    def follow(self, name: str, policy: RequestPolicy = DEFAULT_REQUEST_POLICY, **fields: object) -> FakeRequest:
+        request = FakeRequest(name, list(range(200)))
+        for field, value in fields.items():
+            setattr(request, field, value)
+        self.speed.follow(request, ReqContext(name, request.kv_transfer_params), policy)
+        return request
 
     @property
     def per_token(self) -> float:
@@ -109,3 +126,45 @@ def test_windows_have_no_time_of_their_own() -> None:
     rig = Rig(None, 8)
     rig.step({"a": 101}, 0.1)
     assert rig.manager.noted[-1][1] == math.inf
+
+
+def test_the_first_token_is_there_when_the_step_with_the_prompts_end_has_ended(rig: Rig) -> None:
+    request = rig.follow("a")
+    request.num_computed_tokens = 50  # found in a cache
+    rig.step({"a": 100, "b": 1}, STEP + 100 * TOKEN)
+    assert rig.manager.first_tokens == []
+    request.num_computed_tokens = 150
+    rig.built({"a": 50, "b": 1})
+    assert rig.manager.first_tokens == []
+    rig.clock.advance(STEP + 50 * TOKEN)
+    rig.speed.ended()
+    ((name, seconds),) = rig.manager.first_tokens
+    assert name == "a"
+    assert seconds == pytest.approx(150 * rig.per_token, rel=0.1)
+    request.num_computed_tokens = 200
+    rig.step({"a": 1}, STEP)
+    assert len(rig.manager.first_tokens) == 1
+
+
+def test_a_request_that_has_ended_gets_no_first_token(rig: Rig) -> None:
+    rig.follow("a")
+    rig.speed.finished("a")
+    rig.speed.finished("never seen")
+    rig.step({"a": 200}, 0.2)
+    assert rig.manager.first_tokens == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": RequestPolicy(max_load_tokens=100)},
+        {"kv_transfer_params": {"kv_tiering": {"session_id": "s"}}},
+        {"kv_hints": object()},
+        {"session_id": "s"},
+    ],
+)
+def test_requests_with_hints_or_limits_take_no_part(rig: Rig, fields: dict[str, object]) -> None:
+    rig.follow("a", **fields)  # type: ignore[arg-type]
+    rig.follow("b", kv_transfer_params={"another connector": 1})
+    assert rig.manager.measured == ["b"]
+    assert list(rig.speed._prompts) == ["b"]

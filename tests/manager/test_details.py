@@ -46,6 +46,8 @@ CALLS: dict[str, Call] = {
     "still_pending": lambda rig: rig.manager.still_pending(rig.ctx),
     "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
     "note_compute": lambda rig: rig.manager.note_compute([0.0]),
+    "measure_worth": lambda rig: rig.manager.measure_worth(rig.ctx),
+    "note_first_token": lambda rig: rig.manager.note_first_token(rig.ctx, 0.0),
     "waits_until": lambda rig: rig.manager.waits_until(rig.ctx),
     "open_tier": lambda rig: rig.manager.open_tier(0, 0.0),
     "get_stats": lambda rig: rig.manager.get_stats(),

@@ -183,6 +183,14 @@ def parse_hints(
     )
 
 
+def has_hints(request: object) -> bool:
+    """Return True if a request of an engine carries hints, a session or other parameters of ``kv_tiering``."""
+    params = getattr(request, "kv_transfer_params", None)
+    if isinstance(params, Mapping) and "kv_tiering" in params:
+        return True
+    return getattr(request, "session_id", None) is not None or getattr(request, "kv_hints", None) is not None
+
+
 @dataclass(slots=True)
 class _Reader:
     """The actions of one request that were read so far."""

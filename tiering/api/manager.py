@@ -89,6 +89,8 @@ class LookupOutcome(NamedTuple):
     """Names of the secondary tiers that the request may use, each with the least blocks of a load."""
     gated: tuple[str, ...] = ()
     """Names of the tiers from which loads take longer than computing; default: none."""
+    control: str = ""
+    """Name of the tier that was not asked for the request, to measure what its loads save; default: none."""
 
 
 class Unstored(NamedTuple):
@@ -299,6 +301,24 @@ class OffloadingManager(ABC):
         Args:
             seconds: seconds of one block, by group: infinity for a group whose blocks are always loaded, 0 if nothing
                 is known yet. Before the first call, all blocks are loaded.
+        """
+
+    def measure_worth(self, req_context: ReqContext) -> None:
+        """Let a request show what the loads from a tier save; the default does nothing.
+
+        Sometimes, one tier is not asked for it. Call this method before the first lookup, and not for a request that
+        has hints or limits.
+
+        Args:
+            req_context: the request, for which :meth:`note_first_token` follows unless the request ends before.
+        """
+
+    def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
+        """Note that the first token of a request of :meth:`measure_worth` is there; the default does nothing.
+
+        Args:
+            req_context: the request.
+            prefill_seconds: seconds that the engine took to compute its prompt, without those of other requests.
         """
 
     def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:

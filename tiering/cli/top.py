@@ -23,6 +23,7 @@ from tiering.cli.parameters import DURATION
 from tiering.config.stack_file import load_stack
 from tiering.connector.metrics import METRICS
 from tiering.errors import StoreError
+from tiering.manager.worth import LEAST, Saving
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Address of an engine whose address is not given: vLLM's default on this machine."""
@@ -124,6 +125,8 @@ def _print_once(sample: Sample, expected: Sequence[str]) -> None:
         click.echo("\t".join(words).rstrip())
     for tier, sentence in advice(sample, expected):
         click.echo(f"{tier}\tsize\t{sentence}")
+    for tier, sentence in worths(sample, expected):
+        click.echo(f"{tier}\tworth\t{sentence}")
 
 
 def _names(sample: Sample, expected: Sequence[str]) -> list[str]:
@@ -160,6 +163,25 @@ def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]
             yield name, f"half the capacity would keep {hits} at {now}"
         else:
             yield name, f"twice the capacity would leave {hits} at {now}; half of it would lower them to {half}"
+
+
+def worths(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each tier that chooses between loading and computing with what its loads save.
+
+    Args:
+        sample: the present metrics.
+        expected: names of the tiers of the stack, in its order.
+    """
+    for name in _names(sample, expected):
+        values = sample.tiers.get(name, {})
+        if (controls := values.get("worth_controls")) is None:
+            continue
+        if "worth_ttft" not in values:
+            yield name, f"saves — (N {controls:.0f} of {LEAST} requests)"
+            continue
+        saved = [values[word] for word in ("worth_prefill", "worth_prefill_margin", "worth_ttft", "worth_ttft_margin")]
+        slower = ", promotions only" if saved[2] + saved[3] < 0.0 else ""
+        yield name, f"{Saving(int(controls), *saved)}{slower}"
 
 
 def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
@@ -261,6 +283,7 @@ def screen(before: Sample, now: Sample, expected: Sequence[str], address: str, f
         )
     lines: list[RenderableType] = [Text(address, style="bold"), table]
     lines += [Text(f"{tier}: {sentence}") for tier, sentence in advice(now, expected)]
+    lines += [Text(f"{tier}: {sentence}") for tier, sentence in worths(now, expected)]
     lines.append(_summary(before, now))
     if fault:
         lines.append(Text(f"{fault}; trying again", style="bold red"))

@@ -131,6 +131,7 @@ def open_manager(
             one_thread=one_thread,
             exclusive=stack.primary.inclusion == "exclusive",
             warm_start=_warm_start(stack, rows),
+            controls=0,
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
         if explains:

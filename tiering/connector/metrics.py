@@ -9,6 +9,7 @@ from tiering.advisor.advisor import ESTIMATES
 from tiering.api.metric import Metric, MetricKind, counter, declared, declared_metrics
 from tiering.connector.counters import SchedulerCounters
 from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.worth import WORTH
 from tiering.secondary.tier_stats import TierStats
 
 TRANSFERS = "transfers"
@@ -83,7 +84,7 @@ class MissCounters:
 def _table() -> Iterator[Metric]:
     for record, labels, metrics in (
         (TRANSFERS, ("transfer_type",), declared_metrics(OffloadingOperationMetrics)),
-        (TIERS, ("tier",), (*declared_metrics(TierStats), *ESTIMATES)),
+        (TIERS, ("tier",), (*declared_metrics(TierStats), *ESTIMATES, *WORTH)),
         (MANAGER, (), declared_metrics(ManagerStats)),
         (MISSES, ("cause", "tier"), declared_metrics(MissCounters)),
         (CONNECTOR, (), declared_metrics(SchedulerCounters)),

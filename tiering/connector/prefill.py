@@ -2,26 +2,32 @@
 
 A step begins when the engine's scheduler has built it, or when the step before it has ended, if that is
 later: with asynchronous scheduling, a step is built while another one runs. A step ends when the engine reports it.
+The first token of a request is there when the step ends that computes the last token of its prompt.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from tiering.api.hints import has_hints
 from tiering.api.manager import OffloadingManager
+from tiering.api.request import ReqContext
+from tiering.api.request_policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from tiering.connector.groups import OffloadGroup
-from tiering.connector.protocols import SchedulerOutput
+from tiering.connector.metadata import ReqId
+from tiering.connector.protocols import EngineRequest, SchedulerOutput
 from tiering.runtime.linear_cost import LinearCost
 
 HALF_LIFE = 30.0
 """Seconds after which a step has half of its weight in the estimate."""
 
-SHARE_HALF_LIFE = 10.0
+SHARE_HALF_LIFE = 30.0
 """Seconds after which half of the weight of the share of time that the engine prefills has faded."""
 
-MOST_SHARE = 0.7
+MOST_SHARE = 0.5
 """Largest share that counts: a burst must not make the slowest load look fast."""
 
 LEAST_TOKENS = 32
@@ -32,6 +38,16 @@ LEAST_WEIGHT = 0.1
 
 MOST_STEPS = 64
 """Largest number of steps that are remembered until the engine reports them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """The prompt of a request without a first token."""
+
+    ctx: ReqContext
+    request: EngineRequest
+    tokens: int = 0
+    """Tokens that steps compute for the request."""
 
 
 class PrefillSpeed:
@@ -48,8 +64,9 @@ class PrefillSpeed:
         self._tokens = [group.offloaded_block_size if group.is_full else math.inf for group in groups]
         self._manager = manager
         self._clock = clock
-        self._steps: deque[tuple[float, int]] = deque(maxlen=MOST_STEPS)
-        """When each step that has not ended was built, and its prompt tokens."""
+        self._steps: deque[tuple[float, int, Sequence[_Prompt]]] = deque(maxlen=MOST_STEPS)
+        """When each step that has not ended was built, its prompt tokens, and the prompts that it ends."""
+        self._prompts: dict[ReqId, _Prompt] = {}
         self._ended = -math.inf
         self._measured = clock()
         """Time at which the last measured step had ended."""
@@ -60,19 +77,49 @@ class PrefillSpeed:
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
         manager.note_compute([math.inf if size == math.inf else 0.0 for size in self._tokens])
 
+    def follow(self, request: EngineRequest, ctx: ReqContext, policy: RequestPolicy) -> None:
+        """Note the first token of a request once it is there, for the worth of the tiers.
+
+        Requests with hints or limits are left out, because somebody has a plan with their blocks.
+
+        Args:
+            request: the engine's request, which is not scheduled yet.
+            ctx: the request as the manager knows it.
+            policy: limits of the request.
+        """
+        if policy != DEFAULT_REQUEST_POLICY or has_hints(request):
+            return
+        self._prompts[ctx.req_id] = _Prompt(ctx, request)
+        self._manager.measure_worth(ctx)
+
+    def finished(self, req_id: ReqId) -> None:
+        """Follow a request no more, because it has ended."""
+        self._prompts.pop(req_id, None)
+
     def built(self, output: SchedulerOutput) -> None:
         """Record that a step was built; one without tokens computes nothing."""
         scheduled = output.num_scheduled_tokens
         if scheduled:
             # A request that decodes has one token in a step.
-            self._steps.append((self._clock(), sum(scheduled.values()) - len(scheduled)))
+            tokens = sum(scheduled.values()) - len(scheduled)
+            self._steps.append((self._clock(), tokens, self._ends(scheduled) if self._prompts else ()))
+
+    def _ends(self, scheduled: Mapping[ReqId, int]) -> Sequence[_Prompt]:
+        """Return the prompts whose last token a step computes, and follow them no more."""
+        ends = []
+        for req_id in self._prompts.keys() & scheduled.keys():
+            prompt, request = self._prompts[req_id], self._prompts[req_id].request
+            prompt.tokens += scheduled[req_id]
+            if request.num_computed_tokens + scheduled[req_id] >= request.num_prompt_tokens:
+                ends.append(self._prompts.pop(req_id))
+        return ends
 
     def ended(self) -> None:
         """Record that the engine has reported the oldest step, and pass on the estimate if it has changed."""
         if not self._steps:
             return
         now = self._clock()
-        built, tokens = self._steps.popleft()
+        built, tokens, ends = self._steps.popleft()
         seconds, since, self._ended = now - max(built, self._ended), now - self._measured, now
         if tokens < LEAST_TOKENS:
             self._least += LEAST_WEIGHT * (seconds - self._least)
@@ -84,3 +131,5 @@ class PrefillSpeed:
             # Other requests take their share of the steps, so that a prompt takes longer than its own tokens do.
             per_token = self._cost.per_unit_beside(self._least) / (1.0 - self._share)
             self._manager.note_compute([math.inf if size == math.inf else size * per_token for size in self._tokens])
+        for prompt in ends:
+            self._manager.note_first_token(prompt.ctx, prompt.tokens * self._cost.per_unit_beside(self._least))

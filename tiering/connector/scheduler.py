@@ -394,13 +394,16 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._shows_cache = True
             self.manager.hold_exclusively(None)
         hints = NO_HINTS if self._sessions is None else self._hints(request)
+        wants_all = self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
+        if self._prefill is not None:
+            self._prefill.follow(request, ctx, policy)
         return RequestState(
             request,
             policy,
             [GroupState() for _ in self.groups],
             ctx,
             may_load=policy.load,
-            request_level=self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL,
+            request_level=wants_all,
             storing=self._storing,
             prompt_only=self._spec.offload_prompt_only,
             hints=hints,
@@ -469,6 +472,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._recorder.record(state.arrived, tokens, request.num_tokens - tokens, keys)
         if self._misses is not None:
             self._misses.ended(state)
+        if self._prefill is not None:
+            self._prefill.finished(state.ctx.req_id)
         if state.hints is NO_HINTS:
             self.manager.on_request_finished(state.ctx)
         else:

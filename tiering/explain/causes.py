@@ -38,6 +38,7 @@ class Reason(IntEnum):
     SHORT = 4
     UNAVAILABLE = 5
     GATED = 6
+    CONTROL = 7
 
     @property
     def word(self) -> str:
@@ -68,6 +69,7 @@ REASONS = {
     Reason.FAILED: "the tier failed to load it",
     Reason.SHORT: "fewer blocks than the tier's min_prefix_blocks",
     Reason.GATED: "computing took less time than a load, or the tier's load_or_compute is never",
+    Reason.CONTROL: "the tier was not asked, to measure what its loads save",
     Reason.UNAVAILABLE: "the tier did not offer it when asked: out of service, too late, or gone from the medium",
 }
 """Sentence of each reason why a held block was not loaded."""

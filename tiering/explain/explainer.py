@@ -359,6 +359,8 @@ class Explainer:
         least = dict(outcome.tiers).get(tier)
         if least is None:  # the CPU tier: its own blocks are always found
             return Reason.GAP
+        if tier == outcome.control:
+            return Reason.CONTROL
         if tier in outcome.gated:
             return Reason.GATED
         return Reason.SHORT if length < least else Reason.UNAVAILABLE

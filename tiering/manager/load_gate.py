@@ -51,6 +51,7 @@ class LoadGate:
         "_outstanding",
         "_progress",
         "cut",
+        "factor",
         "gated",
         "pays",
     )
@@ -65,6 +66,8 @@ class LoadGate:
         """True if the last load that was considered pays."""
         self.gated = 0
         """Blocks that the tier held and that requests computed because a load would have taken longer."""
+        self.factor = 1.0
+        """Quotient of the time that loads take, as measured by the time to the first token, and the expected time."""
         self.cut = 0
         """Blocks that requests waited for until computing would have taken as long."""
 
@@ -106,7 +109,7 @@ class LoadGate:
             compute: seconds of computing them.
             now: present time.
         """
-        self.pays = self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
+        self.pays = self.factor * self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
         return self.pays
 
     def takes_probe(self, now: float) -> bool:

@@ -93,6 +93,7 @@ class TieringOffloadingManager(MissFacts):
         advisor: SizeAdvisor | None = None,
         exclusive: bool = False,
         warm_start: WarmStartLimits | None = None,
+        controls: int | None = None,
     ) -> None:
         """Create the manager; the tiers are opened by :meth:`open_tier`.
 
@@ -116,6 +117,8 @@ class TieringOffloadingManager(MissFacts):
             exclusive: prefer blocks that the engine's own cache does not hold, if the engine shows it; default: False.
             warm_start: bounds of the promotions of blocks that engines used before this start; default: none, and
                 this engine publishes nothing either.
+            controls: seed of the choice of requests that show what the loads from tiers with a gate save; default: none
+                are chosen.
         """
         self._clock = clock
         self.news = news or News()
@@ -132,7 +135,7 @@ class TieringOffloadingManager(MissFacts):
         self._stats = ManagerStats()
         rows = primary_tier.num_rows
         self._reservations = Reservations(primary_tier, self._stats, clock, reservation_deadline)
-        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._on_failed)
+        self._tiers = SecondaryTiers(self.secondary_tiers, rows, self._stats, clock, self._on_failed, controls)
         self._states = self._tiers.states
         self._call = self._tiers.call
         self._broker = RowBroker(primary_tier, self._tiers, self._stats, clock)
@@ -236,6 +239,26 @@ class TieringOffloadingManager(MissFacts):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self._search.compute_seconds = seconds
+
+    def measure_worth(self, req_context: ReqContext) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        request = self._known.get(req_context.req_id)
+        if request is not None:
+            request.is_measured = True
+
+    def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        request = self._known.get(req_context.req_id)
+        if request is None:
+            return
+        trial, request.trial, request.is_measured = request.trial, None, False
+        if trial is not None and (worth := self._states[trial.rank].worth) is not None:
+            worth.end(trial, prefill_seconds, self._clock())
+            gate = self._states[trial.rank].gate
+            if gate is not None:
+                gate.factor = worth.factor
 
     # --------------------------------------------------------------------------------------------------- load and touch
 

@@ -199,8 +199,13 @@ class PrefixSearch:
                 end = walk.held_until[state.rank] = position + held
                 may_grow = open_end and held < max(least, walk.at_least - position)
             keys = self._run_to_promote(state, request, walk, position, end) if end - position >= least else ()
-            if keys and gate is not None and not walk.is_early and not self._pays(state, gate, request, keys):
-                if gate.takes_probe(self._clock()):
+            if (
+                keys
+                and gate is not None
+                and not walk.is_early
+                and not self._pays(state, gate, request, keys, self._lost(walk, position, keys, end))
+            ):
+                if not request.is_control_of(state.rank) and gate.takes_probe(self._clock()):
                     self._pin_head(walk, position)
                     self._promotions.start_probe(state, keys)
                 continue
@@ -221,8 +226,20 @@ class PrefixSearch:
         group, seconds = key[-1], self.compute_seconds
         return blocks * seconds[group] if group < len(seconds) else math.inf
 
+    def _lost(self, walk: _Walk, position: int, keys: Sequence[OffloadKey], end: int) -> int:
+        """Return the number of blocks that a request computes if it does not load ``keys``.
+
+        Args:
+            walk: the search.
+            position: index of the first of ``keys``.
+            keys: blocks that a tier holds and the primary tier does not.
+            end: index behind the last key that the tier holds.
+        """
+        behind = position + len(keys)
+        return max(end, behind + self._readable.leading(walk.keys[behind:])) - position
+
     def _pays(
-        self, state: TierState, gate: LoadGate, request: Request, keys: Sequence[OffloadKey], *, begun: bool = False
+        self, state: TierState, gate: LoadGate, request: Request, keys: Sequence[OffloadKey], lost: int = 0
     ) -> bool:
         """Return True if a request is to load ``keys``, for no longer than computing them takes.
 
@@ -231,10 +248,19 @@ class PrefixSearch:
             gate: its gate.
             request: the request.
             keys: blocks that the request does not wait for yet.
-            begun: True if the blocks are on their way already; default False.
+            lost: number of blocks that it computes otherwise; 0 if ``keys`` are on their way already. Default 0.
         """
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
-        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(0 if begun else len(keys), seconds, now))
+        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(len(keys) if lost else 0, seconds, now))
+        worth = state.worth
+        if pays and worth is not None and not request.is_cut:
+            if lost and request.is_measured and request.trial is None and seconds < math.inf:
+                cost = self._compute_seconds(keys[0], lost)
+                request.trial = worth.begin(state.rank, seconds, gate.expected(len(keys), now), cost, now)
+                request.is_measured = request.trial is not None
+            if request.is_control_of(state.rank):
+                return False
+            pays = not worth.closed or (request.trial is not None and request.trial.rank == state.rank)
         if request.is_cut or not pays:
             if state.rank not in request.gated:
                 request.gated.add(state.rank)
@@ -251,7 +277,7 @@ class PrefixSearch:
             return True
         if is_early:
             return not request.is_early  # a prefetch waits for nothing
-        return self._pays(state, state.gate, request, run, begun=True)
+        return self._pays(state, state.gate, request, run)
 
     def _undecided_patience(self, gate: LoadGate, keys: Sequence[OffloadKey], left: int) -> float:
         """Return the seconds for which a request waits for an undecided tier with a gate."""

@@ -17,6 +17,7 @@ from tiering.errors import ConfigError
 from tiering.manager.answers import POLICY
 from tiering.manager.cascade_queue import RequestEnd
 from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.worth import Trial
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.secondary.agreement import EpochAgreement
 
@@ -61,6 +62,12 @@ class Request:
     gated: set[int] = field(default_factory=set)
     """Ranks of the tiers whose blocks the request computes because a load takes longer."""
 
+    is_measured: bool = False
+    """True if the request may become the trial of a tier's worth."""
+
+    trial: Trial | None = None
+    """The trial of a tier's worth that the request is; None: it is none."""
+
     released: Sequence[OffloadKey] = ()
     """Blocks that every tier evicts first once the request has ended."""
 
@@ -95,7 +102,12 @@ class Request:
         failed = tuple(state.name for state in self.tiers if key in self.failed.get(state.rank, ()))
         least = tuple((state.name, state.min_prefix_blocks) for state in self.tiers)
         gated = tuple(state.name for state in self.tiers if state.rank in self.gated or not state.loads)
-        return LookupOutcome(key in self.refused, failed, least, gated)
+        control = next((state.name for state in self.tiers if self.is_control_of(state.rank)), "")
+        return LookupOutcome(key in self.refused, failed, least, gated, control)
+
+    def is_control_of(self, rank: int) -> bool:
+        """Return True if the request shows the worth of a tier because that tier is not asked for it."""
+        return self.trial is not None and self.trial.is_control and self.trial.rank == rank
 
     def wait_longer(self, now: float, seconds: float) -> None:
         """Extend the wait for loads of gated tiers by the ``seconds`` that computing their blocks takes."""

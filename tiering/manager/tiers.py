@@ -31,6 +31,7 @@ from tiering.manager.answers import (
 from tiering.manager.cascade_queue import CascadeQueue, RequestEnd
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.worth import Worth
 from tiering.secondary.contract import (
     LoadOrCompute,
     SecondaryTierManager,
@@ -85,6 +86,8 @@ class TierState:
     """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
     hot_keys: TierHotKeys | None = None
     """Part of the tier that keeps the keys which engines use most."""
+    worth: Worth | None = None
+    """What the tier's loads save, as measured; None: not measured."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     jobs: dict[int, TransferJob] = field(default_factory=dict)
@@ -268,6 +271,7 @@ class SecondaryTiers:
         stats: ManagerStats,
         clock: Callable[[], float],
         on_failed: Callable[[TierState], None],
+        controls: int | None = None,
     ) -> None:
         """Create the states of a manager's tiers; all are in service.
 
@@ -277,6 +281,7 @@ class SecondaryTiers:
             stats: the manager's counters.
             clock: monotonic clock, in seconds.
             on_failed: function that is called when a tier was taken out of service until a restart.
+            controls: seed of the measurement of the worth of tiers with a gate; default: it is not measured.
 
         Raises:
             ConfigError: two tiers have one name, or an attribute has a value that the contract of tiers does not allow.
@@ -284,6 +289,9 @@ class SecondaryTiers:
         self.states = [TierState.of(tier, rank, num_rows) for rank, tier in enumerate(tiers)]
         """All tiers, fastest first."""
         _check_names([state.name for state in self.states])
+        for state in self.states:
+            if controls is not None and state.gate is not None:
+                state.worth = Worth(state.name, controls, clock())
         self.unstored: list[Unstored] | None = None
         """Blocks that tiers did not take since they were taken from here; None: none are kept."""
         self._stats = stats
@@ -485,7 +493,11 @@ class SecondaryTiers:
             fields = self.ask(state, STATISTICS, state.tier.get_stats)
             if fields is not None:
                 if (gate := state.gate) is not None:
-                    fields |= {"loads_gated": gate.gated, "loads_cut": gate.cut, "gate_closed": int(not gate.pays)}
+                    worth, closed = state.worth, not gate.pays
+                    if worth is not None:
+                        closed = closed or worth.closed
+                        fields |= {"controls": worth.controls, **worth.fields()}
+                    fields |= {"loads_gated": gate.gated, "loads_cut": gate.cut, "gate_closed": int(closed)}
                 tiers[state.name] = fields
         return tiers
 

@@ -166,10 +166,16 @@ class TierStats:
         "Blocks that requests waited for until computing would have taken as long",
         "Only with `load_or_compute: auto`. The tier has become slower, or stalls from time to time.",
     )
+    controls: int = counter(
+        "requests",
+        "Requests that computed what the tier held, so that its worth can be measured",
+        "Only with `load_or_compute: auto`. They cost at most 0.5% of the seconds of prefill that the tier saves.",
+    )
     gate_closed: int = gauge(
         "flag",
         "1 if the last request that found blocks in the tier computed them, because that is faster",
-        "Only with `load_or_compute: auto`. Loads of some blocks every five seconds show when the tier is faster.",
+        "Only with `load_or_compute: auto`. Loads of some blocks every four seconds show when the tier is faster. It "
+        "is also 1 while loads make requests slower, as `worth_ttft` shows.",
         combined="max",
     )
     corrupt_blocks: int = counter(
