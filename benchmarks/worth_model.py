@@ -1,7 +1,7 @@
 """Model of requests with a known saving, for the measured worth of a tier.
 
 The choice of controls and the estimate are the real ones. Each request has two times to the first token, one with the
-load and one without, of which the real code sees one. Lengths have a Pareto distribution, and the waits in front of a
+load and one without; the real code sees one of them. Lengths have a Pareto distribution, and the waits in front of a
 prompt a long-tailed one, so that a few requests outweigh many.
 """
 
@@ -29,7 +29,7 @@ CHUNK = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run has measured at the first known worth, and the truth, in seconds of waiting a minute."""
+    """Result of a run at the first known worth, in seconds of waiting a minute."""
 
     saved: float
     margin: float

@@ -10,7 +10,7 @@ import pytest
 from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
-from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, LoadGate
+from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, SHORTER, LoadGate
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, LoadOrCompute, TransferJob
@@ -207,14 +207,35 @@ def test_few_blocks_are_loaded_from_time_to_time_to_measure_a_slow_tier(rig: Rig
     (probe,) = rig.tier.loads
     assert list(probe.keys) == keys[-PROBE_BLOCKS:]
     rig.ask(rig.begin("b"), rig.keys("b"))
-    rig.clock.advance(0.9 * PROBE_SECONDS)
+    rig.clock.advance(0.5 * PROBE_SECONDS)
     rig.finish(probe)
-    rig.ask(rig.begin("c"), rig.keys("c"))
+    keys = rig.keys("c", 100)
+    rig.ask(rig.begin("c"), keys)
+    (short,) = rig.tier.loads
+    assert list(short.keys) == keys[-PROBE_BLOCKS // SHORTER :]
+    rig.clock.advance(0.9 * PROBE_SECONDS)
+    rig.finish(short)
+    rig.ask(rig.begin("d"), rig.keys("d"))
     assert rig.tier.loads == []
     rig.clock.advance(0.2 * PROBE_SECONDS)
-    rig.ask(rig.begin("d"), rig.keys("d"))
+    rig.ask(rig.begin("e"), rig.keys("e"))
     assert len(rig.tier.loads) == 1
     assert rig.manager.get_stats()["manager"]["rows_reserved"] == 0
+
+
+def test_long_loads_are_judged_by_latency_and_time_per_block_though_all_prompts_were_short(rig: Rig) -> None:
+    """A load takes 0.5 seconds and 0.01 for each block; a block is computed in 0.05 seconds."""
+    rig.manager.note_compute([0.05])
+    for number in range(4):
+        ctx = rig.begin(f"short {number}")
+        rig.ask(ctx, rig.keys(f"short {number}", 8))
+        for job in list(rig.tier.loads):
+            rig.finish(job, seconds=0.5 + 0.01 * len(job.keys))
+        rig.clock.advance(1.0)
+        rig.manager.on_schedule_end()
+        rig.manager.on_request_finished(ctx)
+    assert rig.ask(rig.begin("long"), rig.keys("long", 100)).pending
+    assert not rig.ask(rig.begin("short"), rig.keys("short", 8)).pending
 
 
 def test_a_tier_that_has_recovered_is_used_within_a_minute(rig: Rig) -> None:

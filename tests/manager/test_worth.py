@@ -1,4 +1,4 @@
-"""The measured worth of a tier: the choice of controls, the estimate, and what follows from its sign."""
+"""The measured worth of a tier: the choice of controls, the estimate, and the reaction to its sign."""
 
 from __future__ import annotations
 

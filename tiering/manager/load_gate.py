@@ -8,7 +8,8 @@ from the tier and of the n blocks. While no job of the tier ends, at least as lo
   ended, loads pay, because nothing is known; by the silence, only as long as the first one takes less than computing.
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`).
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
-  (:data:`PROBE_SECONDS`). These loads show that the tier has become faster.
+  (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,
+  so that latency and time per block can be told apart.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ STAY = 1.05
 """Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
 
 PROBE_SECONDS = 4.0
-"""Shortest time between two loads that only measure, in seconds."""
+"""Shortest time between two pairs of loads that only measure, in seconds."""
 
 PROBE_BLOCKS = 32
 """Largest number of blocks of a load that only measures."""
+
+SHORTER = 4
+"""Quotient of the blocks of the long and the short one of a pair."""
 
 
 class LoadGate:
@@ -47,6 +51,7 @@ class LoadGate:
         "_cost",
         "_fixed",
         "_got",
+        "_is_short",
         "_next_probe",
         "_outstanding",
         "_progress",
@@ -62,12 +67,13 @@ class LoadGate:
         self._begun = self._progress = 0.0
         self._fixed = True
         self._next_probe = -math.inf
+        self._is_short = True
         self.pays = True
         """True if the last load that was considered pays."""
         self.gated = 0
         """Blocks that the tier held and that requests computed because a load would have taken longer."""
         self.factor = 1.0
-        """Quotient of the time that loads take, as measured by the time to the first token, and the expected time."""
+        """Quotient of the measured time of loads and the expected one; default 1."""
         self.cut = 0
         """Blocks that requests waited for until computing would have taken as long."""
 
@@ -112,9 +118,18 @@ class LoadGate:
         self.pays = self.factor * self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
         return self.pays
 
-    def takes_probe(self, now: float) -> bool:
-        """Return True if a load that only measures is due; the next one is due later."""
+    def take_probe(self, blocks: int, now: float) -> int:
+        """Return the number of blocks of a load that only measures; 0 if none is due.
+
+        Args:
+            blocks: number of blocks that the tier holds of a prompt.
+            now: present time.
+        """
         if self._outstanding or now < self._next_probe:
-            return False
+            return 0
+        self._is_short = not self._is_short
+        most = min(blocks, PROBE_BLOCKS)
+        if not self._is_short:
+            return most  # the short one may follow at once
         self._next_probe = now + PROBE_SECONDS
-        return True
+        return max(1, most // SHORTER)

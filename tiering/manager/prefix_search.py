@@ -205,9 +205,10 @@ class PrefixSearch:
                 and not walk.is_early
                 and not self._pays(state, gate, request, keys, self._lost(walk, position, keys, end))
             ):
-                if not request.is_control_of(state.rank) and gate.takes_probe(self._clock()):
+                count = 0 if request.is_control_of(state.rank) else gate.take_probe(len(keys), self._clock())
+                if count:
                     self._pin_head(walk, position)
-                    self._promotions.start_probe(state, keys)
+                    self._promotions.start_probe(state, keys[-count:])
                 continue
             if keys:
                 self._pin_head(walk, position)

@@ -1,9 +1,9 @@
-"""The measured worth of one tier: what its loads save, by a randomised control.
+"""The measured worth of one tier: the saving by its loads, from a randomised control.
 
 For a few requests, the tier is not asked although a load would pay: these are the controls. A request becomes one with
 a probability that falls with the seconds of prefill that it then costs (:data:`MOST_COST` at most). All controls
 together cost at most :data:`SHARE` of the seconds that loads have saved. Each request counts with the inverse of the
-probability of what it got, so that long and short requests count as they come.
+probability of its role, so that long and short requests count as they come.
 
 The seconds to the first token, and the seconds that the engine computed, are fitted to the expected time of computing,
 once for the controls and once for the requests that loaded. The saving is the difference of both fits at the mean of
@@ -31,7 +31,7 @@ LEAST = 200
 """Smallest number of controls of a known worth."""
 
 PART = 50
-"""Number of controls after which the worth is estimated anew; the oldest ones are dropped in parts of this size."""
+"""Number of controls after which the worth is estimated anew, and of the oldest ones that are dropped."""
 
 MOST_PARTS = 10
 """Number of parts that count."""
@@ -81,7 +81,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What the loads from a tier save, in seconds a minute, each with half of its 95% interval."""
+    """Saving by the loads from a tier in seconds a minute, each with half of its 95% interval."""
 
     controls: int
     """Number of the controls; while the tier makes requests slower, of the requests that loaded."""
@@ -120,19 +120,19 @@ WORTH = (
         f"Only with `load_or_compute: auto`. Below {LEAST}, the tier's worth is not known, and has no metrics.",
     ),
     _metric(
-        "worth_prefill",
+        "worth_prefill_seconds",
         "seconds",
         "Seconds of prefill a minute that loads from the tier save, as measured",
         "What the tier is there for. Near 0: the tier is not worth its money.",
     ),
-    _metric("worth_prefill_margin", "seconds", "Half of the interval of worth_prefill", _MARGIN),
+    _metric("worth_prefill_margin_seconds", "seconds", "Half of the interval of worth_prefill_seconds", _MARGIN),
     _metric(
-        "worth_ttft",
+        "worth_ttft_seconds",
         "seconds",
         "Seconds a minute that requests get their first token earlier by loads from the tier, summed, as measured",
         "Below 0, with its margin: loads make requests slower, and no request waits for the tier until it recovers.",
     ),
-    _metric("worth_ttft_margin", "seconds", "Half of the interval of worth_ttft", _MARGIN),
+    _metric("worth_ttft_margin_seconds", "seconds", "Half of the interval of worth_ttft_seconds", _MARGIN),
 )
 """Metrics of the measured worth; each is a field of a tier's statistics, once it is known."""
 
@@ -206,7 +206,7 @@ class Worth:
         return min(sum(part.counts[arm] for part in self._parts) for arm in (0, 1))
 
     def begin(self, rank: int, compute: float, load: float, cost: float, now: float) -> Trial | None:
-        """Return the trial of a request for which a load pays; None: the request loads, and counts for nothing.
+        """Return the trial of a request for which a load pays; None: it loads, and does not count.
 
         Args:
             rank: position of the tier.
@@ -301,8 +301,8 @@ class Worth:
             return {"worth_controls": self.known}
         return {
             "worth_controls": saving.controls,
-            "worth_prefill": saving.prefill,
-            "worth_prefill_margin": saving.prefill_margin,
-            "worth_ttft": saving.ttft,
-            "worth_ttft_margin": saving.ttft_margin,
+            "worth_prefill_seconds": saving.prefill,
+            "worth_prefill_margin_seconds": saving.prefill_margin,
+            "worth_ttft_seconds": saving.ttft,
+            "worth_ttft_margin_seconds": saving.ttft_margin,
         }
