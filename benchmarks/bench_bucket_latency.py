@@ -125,10 +125,10 @@ def held_prefixes(server: SlowS3, *, rounds: int) -> tuple[float, int]:
 
 
 @contextmanager
-def tier(server: SlowS3, **words: object) -> Iterator[TierRig]:
-    """An open tier on the server."""
+def tier(server: SlowS3, num_rows: int = 64, **words: object) -> Iterator[TierRig]:
+    """An open tier on the server, beside ``num_rows`` rows."""
     options = S3Options.model_validate({"bucket": BUCKET, "endpoint_url": server.endpoint, "prefix": "bench", **words})
-    rig = TierRig(lambda context: S3_TIER.build(options, context), group_bytes=(BLOCK_BYTES,))
+    rig = TierRig(lambda context: S3_TIER.build(options, context), group_bytes=(BLOCK_BYTES,), num_rows=num_rows)
     rig.open()
     try:
         yield rig

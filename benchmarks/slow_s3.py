@@ -34,6 +34,10 @@ class SlowS3:
         """Answer requests with these verbs (``head=0.025``) after this median in seconds from now on."""
         self._tell(" ".join(f"{verb}={median}" for verb, median in medians.items()))
 
+    def bound(self, bytes_per_second: float) -> None:
+        """Send at most so many bytes per second from now on, over all connections together; 0: no bound."""
+        self._tell(f"bandwidth={bytes_per_second}")
+
     def down(self, *, now: bool) -> None:
         """Answer all requests with 503 from now on, or none."""
         self._tell(f"down={int(now)}")
@@ -82,6 +86,8 @@ class _Server:
         self._medians: dict[str, float] = {}
         self._random = random.Random(7)
         self._requests = 0
+        self._sent_at = 0.0
+        """Time at which all answers so far have been sent, with a bound on the bandwidth."""
 
     async def serve(self) -> None:
         server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 20)
@@ -109,9 +115,17 @@ class _Server:
                     "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n".encode()
                 )
                 if method != "HEAD":
+                    await self._take_turn(len(answer))
                     writer.write(answer)
                 await writer.drain()
         writer.close()
+
+    async def _take_turn(self, size: int) -> None:
+        """Wait until an answer of ``size`` bytes would have been sent behind all others."""
+        if bandwidth := self._medians.get("bandwidth"):
+            now = asyncio.get_running_loop().time()
+            self._sent_at = max(now, self._sent_at) + size / bandwidth
+            await asyncio.sleep(self._sent_at - now)
 
     def _answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[str, bytes, int]:
         self._requests += 1
