@@ -196,10 +196,10 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Measured worth",
             {
-                "{{tier}} prefill": _tier_gauge("worth_prefill"),
-                "{{tier}} prefill ±": _tier_gauge("worth_prefill_margin"),
-                "{{tier}} waiting": _tier_gauge("worth_ttft"),
-                "{{tier}} waiting ±": _tier_gauge("worth_ttft_margin"),
+                "{{tier}} prefill": _tier_gauge("worth_prefill_seconds"),
+                "{{tier}} prefill ±": _tier_gauge("worth_prefill_margin_seconds"),
+                "{{tier}} waiting": _tier_gauge("worth_ttft_seconds"),
+                "{{tier}} waiting ±": _tier_gauge("worth_ttft_margin_seconds"),
                 "{{tier}} N": _tier_gauge("worth_controls"),
                 "{{tier}} controls/s": _tier_rate("controls"),
             },
@@ -404,6 +404,11 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Computed prompt tokens by cause, tokens per second",
             {"{{cause}} {{tier}}": _rate("kv_tiering_missed_tokens_total", "cause, tier", _ENGINE)},
             "Only with explain in the stack. kv-tiering why REQUEST names the causes of one request.",
+        ),
+        Panel(
+            "Cached prompt tokens by tenant, tokens per second",
+            {"{{tenant}} {{tier}}": _rate("kv_tiering_cached_tokens_total", "tenant, tier", _ENGINE)},
+            "Only with report_cached in the stack. A tenant is the keyed hash of a cache salt.",
         ),
         Panel(
             "In progress",

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from tiering.api.metric import Metric
-from tiering.connector.metrics import CONNECTOR, MANAGER, METRICS, MISSES, TIERS, TRANSFERS
+from tiering.connector.metrics import CACHED, CONNECTOR, MANAGER, METRICS, MISSES, TIERS, TRANSFERS
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 """Document with the tables."""
 
-RECORDS = (TIERS, MANAGER, MISSES, CONNECTOR, TRANSFERS)
+RECORDS = (TIERS, MANAGER, MISSES, CACHED, CONNECTOR, TRANSFERS)
 """Records of metrics; each record has a table."""
 
 _REGION = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end of metrics -->)", re.DOTALL)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.hints = self.stack.hints.bounds
         self.promotes_waiting = self.stack.primary.promote_waiting
         self.explaining = _explaining(self.stack, max(self.group_bytes))
+        self.tenant_key = _tenant_key(self.stack)
         self._rank = rank
         self._copies = copies
         self._replica = replica
@@ -224,6 +227,13 @@ def _explaining(stack: StackConfig, block_bytes: int) -> MissExplaining | None:
     capacities |= {tier.tier_name: (tier.capacity_bytes or 0) // block_bytes for tier in stack.secondary}
     socket = None if options.socket is None else Path(options.socket).expanduser()
     return MissExplaining(capacities, options.blocks, options.requests, socket)
+
+
+def _tenant_key(stack: StackConfig) -> bytes | None:
+    """Return the key of the tenants' names; without a salt in the stack, each process has its own."""
+    if not stack.report_cached:
+        return None
+    return sha256(stack.salt.encode()).digest() if stack.salt else secrets.token_bytes(32)
 
 
 def read_stack(extra: Mapping[str, Any]) -> StackConfig:

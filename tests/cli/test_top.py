@@ -274,8 +274,13 @@ def worth_of(**fields: float) -> list[tuple[str, str]]:
 def test_the_measured_worth_is_shown_with_its_interval_and_the_number_of_controls() -> None:
     assert worth_of(blocks=1.0) == []
     assert worth_of(worth_controls=37.0) == [("bucket", "saves — (N 37 of 200 requests)")]
-    known = {"worth_controls": 512.0, "worth_prefill": 41.2, "worth_prefill_margin": 3.1, "worth_ttft": -2.04}
+    known = {
+        "worth_controls": 512.0,
+        "worth_prefill_seconds": 41.2,
+        "worth_prefill_margin_seconds": 3.1,
+        "worth_ttft_seconds": -2.04,
+    }
     text = "saves 41 ± 3 prefill seconds and -2.0 ± 0.9 seconds of waiting a minute (N 512)"
-    assert worth_of(**known, worth_ttft_margin=0.9) == [("bucket", f"{text}, promotions only")]
+    assert worth_of(**known, worth_ttft_margin_seconds=0.9) == [("bucket", f"{text}, promotions only")]
     text = "saves 41 ± 3 prefill seconds and -2 ± 2 seconds of waiting a minute (N 512)"
-    assert worth_of(**known, worth_ttft_margin=2.1) == [("bucket", text)]
+    assert worth_of(**known, worth_ttft_margin_seconds=2.1) == [("bucket", text)]

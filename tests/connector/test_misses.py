@@ -54,7 +54,14 @@ class AnnouncingTier(FakeTier):
 class Rig:
     """A scheduler half over a CPU tier and one secondary tier, whose explainer the test drives."""
 
-    def __init__(self, directory: Path, rows: int = 32, windows: Sequence[int | None] = (None,), **tier: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rows: int = 32,
+        windows: Sequence[int | None] = (None,),
+        tenant_key: bytes | None = None,
+        **tier: Any,
+    ) -> None:
         self.clock = FakeClock()
         self.tier = AnnouncingTier(name="local", **tier)
         primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, 16), np.uint8).data, enable_events=True)
@@ -63,6 +70,7 @@ class Rig:
         spec = make_spec(*windows)
         spec.manager = self.manager  # type: ignore[assignment]
         spec.explaining = MissExplaining({"cpu": rows, "local": 100}, blocks=4096, socket=directory / "why.sock")
+        spec.tenant_key = tenant_key
         self.scheduler = OffloadingConnectorScheduler(spec, clock=self.clock)
         misses = self.scheduler._misses
         assert misses is not None

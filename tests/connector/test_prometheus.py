@@ -26,6 +26,7 @@ from tiering.connector.prometheus import (
 from tiering.connector.stats import Increments, OffloadingConnectorStats
 from tiering.errors import ConfigError
 from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.worth import WORTH
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 
@@ -104,7 +105,9 @@ def test_an_engine_s_own_classes_are_used() -> None:
 
 def test_every_field_of_a_tier_s_stats_is_exported() -> None:
     exported = {metric.field for metric in METRICS if metric.record == TIERS} | {"job_latency_sum"}
-    assert exported == {field.name for field in dataclasses.fields(TierStats)} | set(FIELDS.values())
+    assert exported == {field.name for field in dataclasses.fields(TierStats)} | set(FIELDS.values()) | {
+        metric.field for metric in WORTH
+    }
 
 
 def test_every_counter_of_every_configured_tier_exists_at_0_from_the_start(registry: CollectorRegistry) -> None:

@@ -185,7 +185,7 @@ def test_blocks_that_arrive_are_readable_and_reserved_for_all_that_asked() -> No
     assert keys == [A, B]
     assert rows.tolist() == promotion.rows == [world.primary.readable[A], world.primary.readable[B]]
     assert world.counts() == (0, 2, 0)
-    assert world.r1.brought == world.r2.brought == dict.fromkeys([A, B], world.fast.tier.traits.medium)
+    assert world.r1.brought == world.r2.brought == dict.fromkeys([A, B], world.fast.rank)
     assert world.r1.asked == world.r2.asked == set()
     assert world.rows() == (6, 0, 0)
     world.load(world.r1, [A, B])

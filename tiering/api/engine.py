@@ -192,6 +192,8 @@ class OffloadingSpec(ABC):
         """Settings of the explanation of misses; None: misses are counted only."""
         self.heads: HeadShard | None = None
         """This rank's KV heads, if rows are canonical; None: they hold ranks side by side."""
+        self.tenant_key: bytes | None = None
+        """Key of the tenants' names in reports of cached tokens; None: cached tokens are not reported."""
 
     @property
     def offloaded_block_size(self) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ def parse_hints(
 
 
 def has_hints(request: object) -> bool:
-    """Return True if a request of an engine carries hints, a session or other parameters of ``kv_tiering``."""
+    """Return True if an engine's request carries hints, a session or parameters of ``kv_tiering``."""
     params = getattr(request, "kv_transfer_params", None)
     if isinstance(params, Mapping) and "kv_tiering" in params:
         return True

@@ -290,6 +290,10 @@ class OffloadingManager(ABC):
         """
         return {}
 
+    def count_tiers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        """Return the number of ``keys`` promoted for this request, by name of the tier."""
+        return {}
+
     @property
     def gates_loads(self) -> bool:
         """True if the manager chooses between loading and computing, by :meth:`note_compute`; default False."""

@@ -21,6 +21,8 @@ OFFLOADED = "vllm:kv_offload_total_bytes"
 _WORST = {metric.field: {"max": max, "min": min}.get(metric.combined) for metric in METRICS}
 _ESTIMATES = {field: factor for factor, field in FIELDS.items()}
 _MOST_BYTES = 64 << 20
+_OTHERS = frozenset(("cause", "tenant"))
+"""Labels of metrics that are not those of a tier: causes of misses, and tenants' cached tokens."""
 
 
 @dataclass(slots=True)
@@ -122,8 +124,8 @@ def _add(sample: Sample, name: str, labels: Mapping[str, str], value: float) -> 
     if name.startswith(OFFLOADED):
         kind = labels.get("transfer_type", "")
         sample.offloaded[kind] = sample.offloaded.get(kind, 0.0) + value
-    if not name.startswith(PREFIX) or name.endswith("_created") or "cause" in labels:
-        return  # the causes of misses, some of which name no tier, are for kv-tiering why
+    if not name.startswith(PREFIX) or name.endswith("_created") or not labels.keys().isdisjoint(_OTHERS):
+        return
     word = name.removeprefix(PREFIX).removesuffix("_total")
     tier = labels.get("tier")
     if tier is None:

@@ -176,10 +176,18 @@ def worths(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]
         values = sample.tiers.get(name, {})
         if (controls := values.get("worth_controls")) is None:
             continue
-        if "worth_ttft" not in values:
+        if "worth_ttft_seconds" not in values:
             yield name, f"saves — (N {controls:.0f} of {LEAST} requests)"
             continue
-        saved = [values[word] for word in ("worth_prefill", "worth_prefill_margin", "worth_ttft", "worth_ttft_margin")]
+        saved = [
+            values[word]
+            for word in (
+                "worth_prefill_seconds",
+                "worth_prefill_margin_seconds",
+                "worth_ttft_seconds",
+                "worth_ttft_margin_seconds",
+            )
+        ]
         slower = ", promotions only" if saved[2] + saved[3] < 0.0 else ""
         yield name, f"{Saving(int(controls), *saved)}{slower}"
 

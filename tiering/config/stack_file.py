@@ -245,6 +245,12 @@ class StackConfig(Strict):
 
     ``explain: {}`` turns it on. An engine's connector explains; ``open_manager`` alone does not.
     """
+    report_cached: bool = False
+    """True to report the cached tokens of each request by tier; default False.
+
+    Responses have those of their request, and counters those of each tenant, which is a cache salt. An engine's
+    connector reports; ``open_manager`` alone does not.
+    """
     events: bool = False
     """True to announce stored and removed blocks; default False.
 

@@ -178,7 +178,7 @@ class SchedulerHalf(ABC, Generic[State]):
     def request_finished(
         self, request: EngineRequest, block_ids: Sequence[int] | Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Record that a request has ended; return (False, None): its blocks can be freed at once.
+        """Record that a request has ended, whose blocks can be freed at once.
 
         Freeing is never delayed, and no request is ever reported as sent: copies are fenced, or hold references on the
         blocks. A load in flight is still reported as received.
@@ -186,14 +186,18 @@ class SchedulerHalf(ABC, Generic[State]):
         Args:
             request: the request that has ended, for any reason.
             block_ids: GPU blocks of the request, with several KV-cache groups those of each; not used.
+
+        Returns:
+            False, and the parameters that the engine adds to the request's response; None: none.
         """
-        state = self.states.pop(request.request_id, None)
+        state, parameters = self.states.pop(request.request_id, None), None
         if state is not None:
             self._tables.given_up(state)
             self._missed_blocks += state.asked_blocks
             self._ended(state)
             self.events.request_finished(request.request_id)
-        return False, None
+            parameters = self._parameters(state)
+        return False, parameters
 
     request_finished_all_groups = request_finished
 
@@ -272,6 +276,10 @@ class SchedulerHalf(ABC, Generic[State]):
 
     def _allocated(self, state: State) -> None:
         """Note that a request has got its blocks: what it does not load from now on, it computes."""
+
+    def _parameters(self, state: State) -> dict[str, Any] | None:
+        """Return the parameters of the response of a request that has ended; None: none."""
+        return None
 
     @abstractmethod
     def _ended(self, state: State) -> None:

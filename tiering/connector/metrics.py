@@ -27,7 +27,10 @@ CONNECTOR = "connector"
 MISSES = "misses"
 """Record of the computed prompt tokens by cause and tier."""
 
-LABELLED = (TIERS, MISSES)
+CACHED = "cached"
+"""Record of the cached prompt tokens by tenant and tier."""
+
+LABELLED = (TIERS, MISSES, CACHED)
 """Records with fields per value of their labels; a space separates the values of two labels."""
 
 SIZE_BUCKETS: tuple[float, ...] = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
@@ -81,12 +84,29 @@ class MissCounters:
     )
 
 
+@dataclass(slots=True)
+class CachedCounters:
+    """Counters of the cached tokens of one tenant in one tier."""
+
+    cached_tokens: int = counter(
+        "tokens",
+        "Prompt tokens that were found in a cache, by tenant and tier; only with `report_cached` in the stack",
+        "For billing. A tenant is the keyed hash of a cache salt; the tier `engine` is the engine's own cache.",
+    )
+    cached_tokens_arrived: int = counter(
+        "tokens",
+        "Those of the cached tokens whose load did not fail",
+        "The engine has computed the others: `loads_failed` and `hits_shrunk` count their loads.",
+    )
+
+
 def _table() -> Iterator[Metric]:
     for record, labels, metrics in (
         (TRANSFERS, ("transfer_type",), declared_metrics(OffloadingOperationMetrics)),
         (TIERS, ("tier",), (*declared_metrics(TierStats), *ESTIMATES, *WORTH)),
         (MANAGER, (), declared_metrics(ManagerStats)),
         (MISSES, ("cause", "tier"), declared_metrics(MissCounters)),
+        (CACHED, ("tenant", "tier"), declared_metrics(CachedCounters)),
         (CONNECTOR, (), declared_metrics(SchedulerCounters)),
     ):
         yield from (replace(metric, record=record, labels=labels) for metric in metrics)

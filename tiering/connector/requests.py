@@ -8,6 +8,7 @@ from itertools import chain
 
 from tiering.api.hints import NO_HINTS, RequestHints
 from tiering.connector.block_tables import BlockTables
+from tiering.connector.cached_tokens import Cached
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
@@ -77,6 +78,8 @@ class RequestState(TrackedRequest[GroupState]):
 
     The blocks are counted in the group that measures the length of a hit.
     """
+    cached: Cached | None = None
+    """Cached tokens of the request, once it has got GPU blocks; None if they are not reported."""
     sharer_deadline: float | None = None
     """Monotonic time in seconds until which the request waits for loads of other requests.
 
@@ -115,6 +118,8 @@ class RequestState(TrackedRequest[GroupState]):
         """
         self.distrust(invalid_from)
         self.may_load = False
+        if self.cached is not None:
+            self.cached.load_failed(invalid_from, self.generation)
 
     def note_stored(self, blocks: int) -> bool:
         """Record that blocks have become readable; return True if all stored blocks are to be refreshed now.

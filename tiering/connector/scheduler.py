@@ -32,6 +32,7 @@ from tiering.api.manager import MEDIUM_CPU, OffloadingEvent
 from tiering.api.masking import shown_name
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
+from tiering.connector.cached_tokens import Cached, CachedTokens, planned
 from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
 from tiering.connector.engine_cache import EngineCache
@@ -43,7 +44,7 @@ from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
-from tiering.connector.metrics import MISSES
+from tiering.connector.metrics import CACHED, MISSES
 from tiering.connector.misses import Misses
 from tiering.connector.prefill import PrefillSpeed
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
@@ -136,6 +137,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if explaining is not None:
             self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
+        self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)
         self._warn_hints = LimitedWarning(logger, clock)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
@@ -350,8 +352,12 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active = len(self._jobs)
         counters.session_blocks = 0 if self._sessions is None else self._sessions.blocks
-        stats = super().get_stats()
-        return stats if self._misses is None else {**stats, MISSES: self._misses.totals()}
+        stats = dict(super().get_stats())
+        if self._misses is not None:
+            stats[MISSES] = self._misses.totals()
+        if self._cached is not None:
+            stats[CACHED] = self._cached.totals()
+        return stats
 
     def shutdown(self) -> None:
         """Shut the manager down, and write the requests that are to be recorded.
@@ -431,6 +437,13 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def _allocated(self, state: RequestState) -> None:
         if self._misses is not None and not state.is_explained:
             self._misses.note(state, self._is_paused())
+        if self._cached is not None and state.cached is None:
+            state.cached = Cached(planned(state.found_tokens or 0, 0, {}), state.generation)
+
+    def _parameters(self, state: RequestState) -> dict[str, Any] | None:
+        if self._cached is None or state.cached is None:
+            return None
+        return {"kv_tiering": self._cached.count(state.cached, getattr(state.request, "cache_salt", None))}
 
     def _used(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         if self._sessions is not None:
@@ -450,8 +463,15 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         return super()._offer(state, computed, hit)
 
     def _load(self, state: RequestState, external_tokens: int) -> int:
+        is_first = self._cached is not None and state.cached is None
+        if is_first:
+            state.cached = Cached(planned(state.found_tokens or 0, external_tokens, {}), state.generation)
         keys = self.loads.plan(state, external_tokens)
         state.sources = self.manager.count_sources(keys, state.ctx)
+        if is_first and state.cached is not None and state.sources:
+            size = self.measure.offloaded_block_size
+            promoted = {name: blocks * size for name, blocks in self.manager.count_tiers(keys, state.ctx).items()}
+            state.cached.tiers = planned(state.found_tokens or 0, external_tokens, promoted)
         return len(keys) - sum(state.sources.values())
 
     def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:

@@ -63,6 +63,7 @@ class OffloadingConnectorStats:
         - Each transfer type: a list of ``{"op_size": bytes, "op_time": seconds}``, one per transfer.
         - ``"tiers"``: the fields of :class:`tiering.secondary.tier_stats.TierStats` by tier name.
         - ``"misses"``: the fields of :class:`tiering.connector.metrics.MissCounters` by cause and tier.
+        - ``"cached"``: the fields of :class:`tiering.connector.metrics.CachedCounters` by tenant and tier.
         - ``"manager"``: the fields of :class:`tiering.manager.manager_stats.ManagerStats`.
         - ``"connector"``: the fields of the scheduler half's counters.
         """

@@ -281,7 +281,16 @@ class TieringOffloadingManager(MissFacts):
         request = self._known.get(req_context.req_id)
         if request is None or not request.brought:
             return {}
-        return Counter(filter(None, map(request.brought.get, keys)))
+        return Counter(self._states[rank].medium for rank in map(request.brought.get, keys) if rank is not None)
+
+    def count_tiers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        request = self._known.get(req_context.req_id)
+        if request is None or not request.brought:
+            return {}
+        ranks = Counter(rank for rank in map(request.brought.get, keys) if rank is not None)
+        return {self._states[rank].name: blocks for rank, blocks in sorted(ranks.items())}
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if get_ident() != self._owner.ident:

@@ -27,7 +27,6 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.api.transfer import Rows, as_rows
 from tiering.manager.cascade_queue import NOBODY
-from tiering.manager.load_gate import PROBE_BLOCKS
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
@@ -173,13 +172,14 @@ class Promotions:
         return self._start(state, owner, keys[:count]) if count > 0 else 0
 
     def start_probe(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
-        """Promote a few of ``keys``, the last ones, for no request, to measure the tier's loads.
+        """Promote ``keys`` for no request, to measure the tier's loads.
 
-        The requests that need them compute the head of their prompt meanwhile, which later requests need more often.
+        If there is no room for all, the last ones are promoted. The requests that need them compute the head of their
+        prompt meanwhile, which later requests need more often.
         """
         share = self._max_rows - self.rows_promoting - self._reservations.rows
         tier_share = state.max_loading_rows - state.loading_rows
-        count = min(len(keys), PROBE_BLOCKS, share, tier_share, self._primary.room)
+        count = min(len(keys), share, tier_share, self._primary.room)
         if count > 0:
             for kept in (self._probing.brought, self._probing.failed, self._probing.refused):
                 kept.clear()
@@ -381,8 +381,8 @@ class Promotions:
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
         reserve = self._reservations.reserve
         reserve(promotion.owner, keys, rows)
-        medium = promotion.state.medium
-        promotion.owner.brought.update(dict.fromkeys(keys, medium))
+        rank = promotion.state.rank
+        promotion.owner.brought.update(dict.fromkeys(keys, rank))
         if promotion.others:
             row_of = dict(zip(keys, rows.tolist(), strict=True))
             wanted: dict[Request, list[OffloadKey]] = {}
@@ -394,7 +394,7 @@ class Promotions:
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
                 reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
-                request.brought.update(dict.fromkeys(its_keys, medium))
+                request.brought.update(dict.fromkeys(its_keys, rank))
 
     # ------------------------------------------------------------------------------------------------ deadlines, resets
 

@@ -44,8 +44,8 @@ class Request:
     """Keys whose promotion is in flight and that the request waits for."""
     reserved: dict[OffloadKey, int] = field(default_factory=dict)
     """Key → row of the promoted blocks that are pinned for the request."""
-    brought: dict[OffloadKey, str] = field(default_factory=dict)
-    """Key → medium from which a block was promoted for the request."""
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
+    """Key → rank of the tier from which a block was promoted for the request."""
     advised: dict[int, int] = field(default_factory=dict)
     """Per KV-cache group, the number of looked-up keys that the size advisor has counted."""
     awaited: tuple[int, OffloadKey, int] | None = None

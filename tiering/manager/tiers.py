@@ -87,7 +87,7 @@ class TierState:
     hot_keys: TierHotKeys | None = None
     """Part of the tier that keeps the keys which engines use most."""
     worth: Worth | None = None
-    """What the tier's loads save, as measured; None: not measured."""
+    """Measured worth of the tier; None: it is not measured."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     jobs: dict[int, TransferJob] = field(default_factory=dict)

@@ -175,7 +175,7 @@ class TierStats:
         "flag",
         "1 if the last request that found blocks in the tier computed them, because that is faster",
         "Only with `load_or_compute: auto`. Loads of some blocks every four seconds show when the tier is faster. It "
-        "is also 1 while loads make requests slower, as `worth_ttft` shows.",
+        "is also 1 while loads make requests slower, as `worth_ttft_seconds` shows.",
         combined="max",
     )
     corrupt_blocks: int = counter(
