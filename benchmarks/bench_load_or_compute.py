@@ -7,23 +7,15 @@ distribution of shape 1.5, up to eight medians. The load is the share of time th
 tier. The first three requests of a run are left out: until one has been computed, the engine's speed is not known.
 *auto by better* compares the means of all other requests; below 0%, the choice is better than both, because the speed
 changes or both do a part. The tables are those of the first of five seeds; the targets are those of all.
-
-The measured worth is that of another model (benchmarks/worth_model.py), whose true saving is known: the real choice of
-controls and the real estimate, at the first 200 controls of each run.
 """
 
 from __future__ import annotations
 
-from statistics import fmean
-
 from benchmarks.gate_model import LENGTHS, Cell, Comparison, compare, grid
 from benchmarks.harness import Bench
-from benchmarks.worth_model import SPEEDS, measured
 
 SEEDS = 5
 """Seeds of the grid."""
-RUNS = 250
-"""Runs of the measured worth for each row of speeds."""
 
 
 def _speeds(cell: Cell) -> str:
@@ -31,7 +23,7 @@ def _speeds(cell: Cell) -> str:
 
 
 def run(bench: Bench) -> None:
-    cells = grid(20 if bench.quick else 60)
+    cells = grid(20 if bench.quick else 50)
     first = [compare(cell) for cell in cells]
     compared = first + [compare(cell, seed) for seed in range(1, 1 if bench.quick else SEEDS) for cell in cells]
     for tokens in LENGTHS:
@@ -48,31 +40,6 @@ def run(bench: Bench) -> None:
         "",
     )
     bench.target("mean regret", 100 * sum(one.regret for one in compared) / len(compared), 3.0, "max", "%")
-
-    _worth(bench)
-
-
-def _worth(bench: Bench) -> None:
-    """Measure the worth of a tier in runs whose true saving is known."""
-    results = measured(2 if bench.quick else RUNS)
-    rows = [
-        (
-            name,
-            f"{fmean(one.truth for one in runs):,.1f}",
-            f"{fmean(one.saved for one in runs):,.1f}",
-            f"{fmean(one.margin for one in runs):,.1f}",
-            f"{100 * fmean(one.sign_is_right for one in runs):.1f}%",
-            f"{100 * fmean(one.covers for one in runs):.1f}%",
-            f"{fmean(one.requests for one in runs):,.0f}",
-            f"{100 * max(one.cost for one in runs):.2f}%",
-        )
-        for name, runs in results.items()
-    ]
-    columns = ("tier's speed", "truth s/min", "measured s/min", "±", "sign right", "covers", "requests", "highest cost")
-    bench.table(f"Measured worth at 200 controls, {len(SPEEDS)} x {len(results['1'])} runs", columns, rows)
-    everything = [one for runs in results.values() for one in runs]
-    bench.target("sign of the worth right", 100 * fmean(one.sign_is_right for one in everything), 99.0, "min", "%")
-    bench.target("interval covers the truth", 100 * fmean(one.covers for one in everything), 95.0, "min", "%")
 
 
 def _row(one: Comparison) -> tuple[str, ...]:

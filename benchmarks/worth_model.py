@@ -86,5 +86,8 @@ def measure(speeds: tuple[float, ...], seed: int) -> Measured:
 
 
 def measured(runs: int) -> dict[str, list[Measured]]:
-    """Return the results of ``runs`` seeds for each row of speeds."""
-    return {name: [measure(speeds, seed) for seed in range(runs)] for name, speeds in SPEEDS.items()}
+    """Return the results of ``runs`` runs for each row of speeds, all with seeds of their own."""
+    return {
+        name: [measure(speeds, row * runs + number) for number in range(runs)]
+        for row, (name, speeds) in enumerate(SPEEDS.items())
+    }
