@@ -12,8 +12,9 @@ from tests.manager.test_load_gate import BLOCK_SECONDS, Rig
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager import worth as worth_module
+from tiering.manager.load_gate import CORRECTED_SECONDS, LoadGate
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.manager.worth import FIRST, LEAST, MOST_COST, MOST_OFTEN, SHARE, TRIED, Worth
+from tiering.manager.worth import CLOSED_SECONDS, FIRST, LEAST, MOST_COST, MOST_OFTEN, SHARE, TRIED, Worth
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.fake_tier import FakeTier
 
@@ -125,6 +126,25 @@ def test_a_tier_that_makes_requests_slower_serves_few_until_it_has_recovered(
     assert not worth.closed
     assert "recovered" in caplog.records[-1].getMessage()
     assert len(caplog.records) == 2
+
+
+def test_a_tier_is_used_again_if_nothing_is_measured_for_long() -> None:
+    worth = Worth("bucket", 2, 0.0)
+    run(worth, 60_000, 0.1, 0.2)
+    assert worth.is_closed(60_000.0 + 0.9 * CLOSED_SECONDS)
+    assert not worth.is_closed(60_000.0 + 2.0 * CLOSED_SECONDS)
+    assert worth.known == 0
+    assert sum(run(worth, 5_000, 0.1, 0.01, 70_000)) < 100
+
+
+def test_a_correction_fades_so_that_loads_are_tried_again() -> None:
+    gate = LoadGate()
+    gate.begin(10, 0.0)
+    gate.end(10, 10, 1.0)
+    assert gate.decide(10, 2.0, 1.0)
+    gate.correct(4.0, 1.0)
+    assert not gate.decide(10, 2.0, 1.0)
+    assert gate.decide(10, 2.0, 1.0 + 2.0 * CORRECTED_SECONDS)
 
 
 def test_interval_and_sign_are_right_in_long_tailed_traffic() -> None:

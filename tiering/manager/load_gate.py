@@ -33,6 +33,9 @@ STAY = 1.05
 PROBE_SECONDS = 4.0
 """Shortest time between two pairs of loads that only measure, in seconds."""
 
+CORRECTED_SECONDS = 600.0
+"""Seconds after which half of a correction is left, as an exponent."""
+
 PROBE_BLOCKS = 32
 """Largest number of blocks of a load that only measures."""
 
@@ -48,7 +51,9 @@ class LoadGate:
 
     __slots__ = (
         "_begun",
+        "_corrected",
         "_cost",
+        "_factor",
         "_fixed",
         "_got",
         "_is_short",
@@ -56,7 +61,6 @@ class LoadGate:
         "_outstanding",
         "_progress",
         "cut",
-        "factor",
         "gated",
         "pays",
     )
@@ -67,13 +71,12 @@ class LoadGate:
         self._begun = self._progress = 0.0
         self._fixed = True
         self._next_probe = -math.inf
+        self._factor, self._corrected = 1.0, 0.0
         self._is_short = True
         self.pays = True
         """True if the last load that was considered pays."""
         self.gated = 0
         """Blocks that the tier held and that requests computed because a load would have taken longer."""
-        self.factor = 1.0
-        """Quotient of the measured time of loads and the expected one; default 1."""
         self.cut = 0
         """Blocks that requests waited for until computing would have taken as long."""
 
@@ -107,6 +110,17 @@ class LoadGate:
             seconds = cost.fixed + cost.per_unit * (outstanding + blocks)
         return max(seconds, now - self._progress) if outstanding else seconds
 
+    def correct(self, factor: float, now: float) -> None:
+        """Correct the expected durations from now on, less and less.
+
+        A correction may stop the loads by which a change would show, so it must not last.
+
+        Args:
+            factor: quotient of the measured time of loads and the expected one.
+            now: present time.
+        """
+        self._factor, self._corrected = factor, now
+
     def decide(self, blocks: int, compute: float, now: float) -> bool:
         """Return True if a load of ``blocks`` pays.
 
@@ -115,7 +129,10 @@ class LoadGate:
             compute: seconds of computing them.
             now: present time.
         """
-        self.pays = self.factor * self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
+        factor = self._factor
+        if factor != 1.0:
+            factor = math.pow(factor, math.pow(0.5, (now - self._corrected) / CORRECTED_SECONDS))
+        self.pays = factor * self.expected(blocks, now) <= (STAY * compute if self.pays else compute)
         return self.pays
 
     def take_probe(self, blocks: int, now: float) -> int:

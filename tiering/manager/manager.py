@@ -255,10 +255,9 @@ class TieringOffloadingManager(MissFacts):
             return
         trial, request.trial, request.is_measured = request.trial, None, False
         if trial is not None and (worth := self._states[trial.rank].worth) is not None:
-            worth.end(trial, prefill_seconds, self._clock())
-            gate = self._states[trial.rank].gate
-            if gate is not None:
-                gate.factor = worth.factor
+            now, gate = self._clock(), self._states[trial.rank].gate
+            if worth.end(trial, prefill_seconds, now) and gate is not None:
+                gate.correct(worth.factor, now)
 
     # --------------------------------------------------------------------------------------------------- load and touch
 

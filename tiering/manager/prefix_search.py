@@ -261,7 +261,7 @@ class PrefixSearch:
                 request.is_measured = request.trial is not None
             if request.is_control_of(state.rank):
                 return False
-            pays = not worth.closed or (request.trial is not None and request.trial.rank == state.rank)
+            pays = not worth.is_closed(now) or (request.trial is not None and request.trial.rank == state.rank)
         if request.is_cut or not pays:
             if state.rank not in request.gated:
                 request.gated.add(state.rank)

@@ -57,6 +57,9 @@ MEMORY = 1000
 ERRORS = 2.3
 """Half of the interval, in standard errors: they are themselves estimated, from long-tailed values."""
 
+CLOSED_SECONDS = 3600.0
+"""Seconds after which a tier is used again if nothing was measured: all requests may have hints."""
+
 FACTORS = (0.5, 4.0)
 """Bounds of the correction of the expected time of loads."""
 
@@ -175,6 +178,7 @@ class Worth:
         "_loads",
         "_may_cost",
         "_mean",
+        "_measured",
         "_name",
         "_observed",
         "_parts",
@@ -189,6 +193,7 @@ class Worth:
         self._dice = random.Random(f"{seed} {name}")
         self._loads = 0
         self._mean = self._may_cost = 0.0
+        self._measured = now
         self._observed: list[tuple[float, float, float, float, float]] = []
         self._parts = deque([_Part(now)], MOST_PARTS)
         self.controls = 0
@@ -231,8 +236,15 @@ class Worth:
         self._may_cost += SHARE * cost
         return Trial(rank, False, 1.0 / (1.0 - probability), compute, load, now) if probability else None
 
-    def end(self, trial: Trial, prefill: float, now: float) -> None:
-        """Record that the first token of a request is there.
+    def is_closed(self, now: float) -> bool:
+        """Return True if loads make requests slower, as measured not long ago."""
+        if self.closed and now - self._measured > CLOSED_SECONDS:
+            self._turn(now)
+            _log.info("tier %s: nothing was measured for %g s: it is used again", self._name, CLOSED_SECONDS)
+        return self.closed
+
+    def end(self, trial: Trial, prefill: float, now: float) -> bool:
+        """Record that the first token of a request is there, and return True if :attr:`factor` is new.
 
         Args:
             trial: the trial of the request.
@@ -246,12 +258,18 @@ class Worth:
             self._observed.append(observed)
             if len(self._observed) >= MEMORY:
                 self._fold(not trial.is_control)
-            return
+            return False
+        self._measured = now
         part.add(trial.is_control, [observed])
         if part.counts[trial.is_control] == PART:
             self._fold(trial.is_control)
-            self._estimate(now)
-            self._parts.append(_Part(now))
+            is_known = self.known >= LEAST
+            if is_known:
+                self._estimate(now)
+            if self._parts[-1] is part:
+                self._parts.append(_Part(now))
+            return is_known
+        return False
 
     def _fold(self, rare_arm: bool) -> None:
         """Add the observations of the arm that is not ``rare_arm`` to the present part."""
@@ -262,8 +280,6 @@ class Worth:
     def _estimate(self, now: float) -> None:
         """Estimate the worth anew, and follow its sign."""
         known = self.known
-        if known < LEAST:
-            return
         moments = np.sum([part.moments for part in self._parts], axis=0)
         requests = sum(sum(part.counts) for part in self._parts)
         compute, load = np.sum([part.sums for part in self._parts], axis=0) / requests
@@ -286,13 +302,19 @@ class Worth:
             if is_first:
                 _log.info("tier %s: %s", self._name, self.saving)
             return
-        self.closed = not self.closed
-        self._parts.clear()  # the next part follows at once
+        self._turn(now)
         if self.closed:
             text = "its loads make requests slower, so it is used for promotions only until it has recovered"
             _log.warning("tier %s: %s: %s", self._name, self.saving, text)
         else:
             _log.info("tier %s: %s: it has recovered, and is used again", self._name, self.saving)
+
+    def _turn(self, now: float) -> None:
+        """Exchange the roles of the controls and of the requests that load, and begin to measure anew."""
+        self.closed = not self.closed
+        self._observed = []
+        self._parts.clear()
+        self._parts.append(_Part(now))
 
     def fields(self) -> dict[str, float]:
         """Return the fields of :data:`WORTH`; those that are not known yet are left out."""
