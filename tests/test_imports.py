@@ -116,7 +116,17 @@ def test_media_do_not_import_one_another() -> None:
                 )
             ),
         ),
-        ("torch", ("tiering/engines/vllm", "tiering/connector/worker.py", "tiering/simple/worker.py", "tiering/copy/")),
+        ("sglang", ("tiering/engines/sglang/backend.py",)),
+        (
+            "torch",
+            (
+                "tiering/engines/vllm",
+                "tiering/engines/sglang/pages.py",
+                "tiering/connector/worker.py",
+                "tiering/simple/worker.py",
+                "tiering/copy/",
+            ),
+        ),
         ("torch.cuda", ("tiering/copy/cudart.py",)),
         ("triton", ("tiering/copy/kernel.py",)),
         ("valkey", ("tiers/valkey/client.py",)),

@@ -10,11 +10,20 @@ import pytest
 
 from tests.cli.runner import kv_tiering
 from tiering.cli.transfer_config import stack_at
-from tiering.config.inline import read_tier
+from tiering.config.inline import read_storage, read_tier
 from tiering.errors import ConfigError
 
 STACK: dict[str, Any] = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "memory", "capacity": "64MiB"}]}
 TIER = {"type": "KVTieringTier", "module_path": "tiering.engines.vllm_tier", **STACK}
+STORAGE = {
+    "backend_name": "kv_tiering",
+    "module_path": "tiering.engines.sglang",
+    "class_name": "KVTieringStorage",
+    "interface_v1": 1,
+    "prefetch_threshold": 64,
+    "deadline": "2s",
+    **STACK,
+}
 FS = {"type": "fs", "root_dir": "/var/cache/vllm"}
 
 
@@ -40,6 +49,8 @@ def several(*connectors: Any) -> dict[str, Any]:
         several(own(**STACK), {"kv_connector": "NixlConnector"}),
         {"model": "org/model", "kv-transfer-config": offloading(TIER)},
         {"kv_transfer_config": json.dumps(offloading(TIER))},
+        STORAGE,
+        {"model-path": "org/model", "hicache-storage-backend-extra-config": json.dumps(STORAGE)},
     ],
 )
 def test_the_stack_in_it_is_found(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -78,6 +89,11 @@ def test_a_stack_file_that_a_dictionary_names_is_read(tmp_path: Path) -> None:
         (own(**STACK, sharer_wat=1), "did you mean sharer_wait"),
         ({"kv-transfer-config": "{"}, "is no JSON"),
         ({"kv-transfer-config": 7}, "is not a mapping with kv_connector"),
+        ({**STORAGE, "class_name": "Storage"}, "class_name: 'Storage' is not KVTieringStorage"),
+        ({**STORAGE, "deadlin": 1}, "deadlin: unknown word; did you mean deadline"),
+        ({**STORAGE, "events": True}, "events: has no effect in SGLang"),
+        ({"hicache-storage-backend-extra-config": {**STORAGE, "module_path": "other"}}, "module_path: 'other' is not"),
+        ({"hicache-storage-backend-extra-config": "{"}, "is no JSON"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, config: dict[str, Any], text: str) -> None:
@@ -125,6 +141,9 @@ def test_secrets_of_a_dictionary_are_masked() -> None:
     pool = {"type": "valkey", "url": "valkey://:hunter2secret@127.0.0.1:6379", "prefx": "x"}
     with pytest.raises(ConfigError) as error:
         read_tier({**TIER, "secondary": [pool]})
+    assert "hunter2secret" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        read_storage({**STORAGE, "secondary": [pool]})
     assert "hunter2secret" not in str(error.value)
 
 

@@ -290,7 +290,7 @@ STARTERS = {
     "tiering/primary/memory/prefault.py": "the start of an engine",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
     "tiering/engines/vllm/weights.py": "the start of an engine",
-    "tiering/engines/vllm_tier/manager_thread.py": "the start of an engine; the thread ends with it",
+    "tiering/engines/mailbox.py": "the start of an engine; the thread ends with it",
     "tiering/machine/link.py": "the start of an engine; the thread ends with it",
     "tiering/epochs/opener.py": "the shutdown of a tier, which may wait until its deadline",
     "tiers/local/device.py": "a measurement of the command line",

@@ -47,7 +47,7 @@ BLOCKS = 24
 @pytest.fixture(autouse=True)
 def _plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Load the plugin that pyproject.toml declares, as vLLM does, and leave the registry as it was."""
-    monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.STATS_SECONDS", 0.0)
+    monkeypatch.setattr("tiering.engines.mailbox.STATS_SECONDS", 0.0)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     assert list(declared) == ["kv_tiering"]
     assert EntryPoint("kv_tiering", declared["kv_tiering"], "vllm.general_plugins").load() is register

@@ -67,8 +67,8 @@ def check(
     """Validate STACK and probe every tier for real.
 
     Each tier stores and loads a few blocks at a scratch place of its own, which is removed again. A local directory
-    that an engine uses is only read. The exit code is 0 if no error was found. STACK may also be a file with vLLM's
-    kv_transfer_config (JSON or YAML) that names one stack.
+    that an engine uses is only read. The exit code is 0 if no error was found. STACK may also be a file (JSON or YAML)
+    with vLLM's kv_transfer_config, or with SGLang's dictionary of a storage backend, that names one stack.
 
     \b
     Examples:

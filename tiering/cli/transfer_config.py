@@ -1,8 +1,9 @@
-"""Stacks in vLLM's ``kv_transfer_config``, whose file takes the place of a stack file.
+"""Stacks in the configuration of vLLM or SGLang, whose file takes the place of a stack file.
 
-The configuration stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of ``vllm serve
---config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a dictionary for
-:mod:`tiering.engines.vllm_tier`.
+vLLM's ``kv_transfer_config`` stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of
+``vllm serve --config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a dictionary for
+:mod:`tiering.engines.vllm_tier`. SGLang's dictionary is that of ``--hicache-storage-backend-extra-config``, alone or
+under that name in the file of ``--config``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tiering.api.masking import shown
-from tiering.config.inline import TIER_CLASS, TIER_MODULE, is_tier, read_tier
+from tiering.config.inline import (
+    SGLANG_CLASS,
+    SGLANG_MODULE,
+    TIER_CLASS,
+    TIER_MODULE,
+    is_storage,
+    is_tier,
+    read_storage,
+    read_tier,
+)
 from tiering.config.source import read_plain
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -19,16 +29,24 @@ from tiering.runtime.json_text import parse_json
 from tiering.spec import read_stack
 
 _FLAGS = ("kv-transfer-config", "kv_transfer_config")
+_SGLANG_FLAGS = ("hicache-storage-backend-extra-config", "hicache_storage_backend_extra_config")
 
 
 def stack_at(path: str) -> StackConfig:
-    """Return the stack of a stack file, or of a file with vLLM's configuration.
+    """Return the stack of a stack file, or of a file with vLLM's or SGLang's configuration.
 
     Raises:
         ConfigError: the file cannot be read, its stack is invalid, or the configuration does not name exactly one.
     """
     data = read_plain(path).data
-    if not isinstance(data, Mapping) or not (config := _configuration(data)):
+    if not isinstance(data, Mapping):
+        return load_stack(path)
+    try:
+        if (storage := _flag(data, _SGLANG_FLAGS, "the words of a storage backend")) is not None or is_storage(data):
+            return _storage(data if storage is None else storage)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not (config := _configuration(data)):
         return load_stack(path)
     try:
         found = list(_stacks("", config))
@@ -47,7 +65,19 @@ def stack_at(path: str) -> StackConfig:
 
 def _configuration(data: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     """Return vLLM's configuration in a file's content, or None if it is a stack."""
-    for word in _FLAGS:
+    config = _flag(data, _FLAGS, "kv_connector")
+    return data if config is None and "kv_connector" in data else config
+
+
+def _flag(data: Mapping[Any, Any], names: Sequence[str], content: str) -> Mapping[str, Any] | None:
+    """Return the mapping that a file has under one of the names of a flag; None if there is none.
+
+    Args:
+        data: the file's content.
+        names: spellings of the flag.
+        content: what the mapping should have, for the message.
+    """
+    for word in names:
         if word in data:
             given = data[word]
             try:
@@ -55,9 +85,18 @@ def _configuration(data: Mapping[Any, Any]) -> Mapping[str, Any] | None:
             except ValueError as error:
                 raise ConfigError(f"{word}: is no JSON: {error}") from error
             if not isinstance(config, Mapping):
-                raise ConfigError(f"{word}: {shown(given)} is not a mapping with kv_connector")
+                raise ConfigError(f"{word}: {shown(given)} is not a mapping with {content}")
             return config
-    return data if "kv_connector" in data else None
+    return None
+
+
+def _storage(given: Mapping[str, Any]) -> StackConfig:
+    """Return the stack in SGLang's dictionary."""
+    if not is_storage(given):
+        raise ConfigError(f"module_path: {shown(given.get('module_path'))} is not {SGLANG_MODULE}")
+    if given.get("class_name") != SGLANG_CLASS:
+        raise ConfigError(f"class_name: {shown(given.get('class_name'))} is not {SGLANG_CLASS}")
+    return read_storage(given)[0]
 
 
 def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackConfig]]:

@@ -1,4 +1,4 @@
-"""Stacks inside another dictionary: that of a connector, or of one of vLLM's own secondary tiers.
+"""Stacks inside the dictionary of a connector, of one of vLLM's own tiers, or of SGLang's backend.
 
 The dictionary has words of its own, and either ``config`` (a stack file, or its content as a mapping) or the stack's
 own words.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from tiering.api.units import parse_duration
 from tiering.config.problems import Problem, refuse, unknown_word
 from tiering.config.stack_file import HintOptions, StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -25,6 +26,26 @@ TIER_TYPE = "kv_tiering"
 
 _TIER_WORDS = frozenset({"type", "module_path", "locality", "backpressure"})
 _LOCALITIES = ("LOCAL", "REMOTE")
+
+SGLANG_CLASS = "KVTieringStorage"
+"""Name of the class that SGLang loads, together with :data:`SGLANG_MODULE`."""
+
+SGLANG_MODULE = "tiering.engines.sglang"
+"""Module of the class."""
+
+CALL_DEADLINE = 4.0
+"""Longest time in seconds that one of the engine's threads waits in a call, by default."""
+
+_LONGEST_CALL = 4.5
+"""Largest deadline: SGLang waits 10 s for the end of a thread, which makes two calls in a row."""
+
+_SGLANG_WORDS = frozenset(
+    {
+        *("backend_name", "module_path", "class_name", "interface_v1", "deadline"),
+        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+        *("hicache_storage_pass_prefix_keys", "tp_lcm_size"),
+    }
+)
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 
 
@@ -65,18 +86,43 @@ def read_tier(given: Mapping[str, Any]) -> StackConfig:
     locality = given.get("locality")
     if locality is not None and locality not in _LOCALITIES:
         raise ConfigError(f"locality: {locality!r} is not allowed: it should be LOCAL or REMOTE")
-    if problems := list(_without_effect(stack)):
+    if problems := list(_without_effect(stack, "vLLM", "has no effect in vLLM: --kv-events-config decides")):
         refuse("the tier of vLLM's own tiering", problems)
     return stack
 
 
-def _without_effect(stack: StackConfig) -> Iterator[Problem]:
-    """Yield the words that only a connector of this project can honour, and the lack of a secondary tier."""
+def read_storage(given: Mapping[str, Any]) -> tuple[StackConfig, float]:
+    """Return the stack of SGLang's dictionary, and the deadline of a call in seconds. Opens nothing.
+
+    Raises:
+        ConfigError: the dictionary is invalid, or the stack has a word that has no effect there.
+    """
+    stack = read_inline(given, _SGLANG_WORDS)
+    try:
+        deadline = parse_duration(given.get("deadline", CALL_DEADLINE))
+    except ValueError as error:
+        raise ConfigError(f"deadline: {error}") from error
+    if not 0.0 < deadline <= _LONGEST_CALL:
+        raise ConfigError(f"deadline: {deadline:g} s is not allowed: above 0, and {_LONGEST_CALL:g} s at most")
+    if problems := list(_without_effect(stack, "SGLang", "has no effect in SGLang, which takes none from a backend")):
+        refuse("the storage backend of SGLang", problems)
+    return stack, deadline
+
+
+def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator[Problem]:
+    """Yield the words that only a connector of this project can honour, and the lack of a secondary tier.
+
+    Args:
+        stack: the stack.
+        engine: name of the engine.
+        no_events: what is wrong with the word ``events``.
+    """
     if stack.mode != "tiering":
         yield Problem(("mode",), f"{stack.mode} needs the TieringConnector; leave it out")
         return
     if not stack.secondary:
-        yield Problem(("secondary",), "is missing: vLLM has a CPU tier of its own; name at least one slower tier")
+        text = f"is missing: {engine} has a CPU tier of its own; name at least one slower tier"
+        yield Problem(("secondary",), text)
     if stack.primary.inclusion != "inclusive":
         text = "exclusive needs the TieringConnector, which sees the GPU's own cache; leave it out"
         yield Problem(("primary", "inclusion"), text)
@@ -88,7 +134,7 @@ def _without_effect(stack: StackConfig) -> Iterator[Problem]:
             ("layout",), f"{stack.layout} needs the TieringConnector; vLLM lays out its own rows; leave it out"
         )
     if stack.events:
-        yield Problem(("events",), "has no effect in vLLM: --kv-events-config decides; leave it out")
+        yield Problem(("events",), f"{no_events}; leave it out")
     if stack.record_trace is not None:
         yield Problem(("record_trace",), "needs the TieringConnector, which sees the prompts; leave it out")
     if stack.hints != HintOptions():
@@ -104,3 +150,8 @@ def is_tier(given: Mapping[str, Any]) -> bool:
     return given.get("type") == TIER_TYPE or (
         given.get("type") == TIER_CLASS and given.get("module_path") == TIER_MODULE
     )
+
+
+def is_storage(given: Mapping[str, Any]) -> bool:
+    """Return True if SGLang's dictionary names a module of this project."""
+    return given.get("module_path") == SGLANG_MODULE

@@ -219,6 +219,22 @@ class TieringOffloadingManager(MissFacts):
             self._open_lookups.note(req_context.req_id, request.load_by)
         return match
 
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        """Return how many leading ``keys`` any tier holds, without promoting them.
+
+        The answer is pending while a tier has not decided yet; the caller asks again after the end of a step. A block
+        that is held may be evicted before it is loaded, or turn out to be damaged then.
+        """
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        self._rest.until = None
+        if not self._jobs.collected:
+            self._jobs.collect()
+        request = self._known.get(req_context.req_id)
+        if request is None or request.finished:
+            return self.primary_tier.match_prefix(keys, req_context)
+        return self._search.held(request, tuple(keys)) if request.policy.load else PrefixMatch(0, False)
+
     def still_pending(self, req_context: ReqContext) -> bool:
         if get_ident() != self._owner.ident:
             self._owner.claim()

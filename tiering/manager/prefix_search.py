@@ -131,6 +131,25 @@ class PrefixSearch:
                 self._primary.unpin(rows)
         return end, not walk.waits and (end < len(seen) or len(seen) == len(keys))
 
+    def held(self, request: Request, keys: Sequence[OffloadKey]) -> PrefixMatch:
+        """Return how many leading ``keys`` are held or in flight, without a promotion.
+
+        The answer is pending if a tier has not decided yet about the first key that none holds.
+        """
+        position = 0
+        while position < len(keys):
+            rest, undecided = keys[position:], False
+            found = self._readable.leading(rest) or int(rest[0] in self._pending)
+            for state in () if found else request.tiers:
+                if state.in_service and state.loads:
+                    held, open_end = self._ask(state, PREFIX, state.tier.lookup_prefix, rest, request.ctx) or (0, False)
+                    found = max(found, held if held >= state.min_prefix_blocks else 0)
+                    undecided = undecided or open_end
+            if not found:
+                return PrefixMatch(position, undecided)
+            position += found
+        return PrefixMatch(position, False)
+
     def _walk(self, request: Request, walk: _Walk, position: int) -> PrefixMatch:
         keys, pending, stored_by_others = walk.keys, False, False
         while position < len(keys):

@@ -362,7 +362,7 @@ def test_a_model_of_which_nothing_is_known_uses_no_tier_that_outlives_the_proces
 
 
 def test_counters_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.STATS_SECONDS", 0.0)
+    monkeypatch.setattr("tiering.engines.mailbox.STATS_SECONDS", 0.0)
     with running() as driver:
         defined = type(driver.tier).build_metric_definitions({**MODULE, **words()})
         ctx = driver.begin()

@@ -21,11 +21,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -34,27 +32,15 @@ from numpy.typing import NDArray
 from tiering.api.keys import PRIMARY_TIER, OffloadKey, get_offload_group_idx
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
-from tiering.errors import TierUnavailableError
+from tiering.engines.mailbox import IDLE_SLEEP, PART_BYTES, ROOM_PATIENCE, ManagerMailbox
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.manager.waiting import LONGEST_SLEEP, SILENT_SLEEP
+from tiering.manager.waiting import SILENT_SLEEP
 from tiering.secondary.contract import JobResult, TransferJob
 
 logger = logging.getLogger("kv_tiering.vllm")
 
 Answers = dict[OffloadKey, bool | None]
 """A request's answers: True if a block can be loaded now, False for a miss, None if undecided."""
-
-PART_BYTES = 32 << 20
-"""Largest number of bytes that are copied before messages are read again."""
-
-ROOM_PATIENCE = 1.0
-"""Seconds for which a store waits for rows of the manager, while vLLM's rows stay pinned."""
-
-IDLE_SLEEP = 0.5
-"""Longest sleep in seconds without jobs and lookups; tiers announce whatever else ends."""
-
-STATS_SECONDS = 1.0
-"""Shortest time in seconds between two readings of the statistics."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +72,7 @@ class _Copying:
     """Bytes that were copied."""
 
 
-class ManagerThread:
+class ManagerThread(ManagerMailbox):
     """The thread with the manager, and the mailbox in front of it.
 
     Any thread may call the public methods. Only :meth:`drain` and :meth:`stop` wait.
@@ -112,13 +98,11 @@ class ManagerThread:
         reads_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(manager, "vLLM's own tiering", logger, patience=patience, clock=clock)
         self.results: deque[JobResult] = deque()
         """Results of the jobs that have ended; the reader removes them."""
         self.events: deque[OffloadingEvent] = deque()
         """Events of the secondary tiers, in order; the reader removes them."""
-        self.stats: Mapping[str, Any] = {}
-        """Statistics of the manager, read every :data:`STATS_SECONDS`."""
-        self._manager = manager
         self._theirs: NDArray[np.uint8] | None = rows
         self._bytes = int(rows.shape[1])
         self._ours: NDArray[np.uint8] | None = np.asarray(manager.primary_tier.get_kv_memoryview())
@@ -127,39 +111,13 @@ class ManagerThread:
         self._window = window
         self._prefix_groups = frozenset(prefix_groups)
         self._reads_events = reads_events
-        self._patience = patience
-        self._clock = clock
-        announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
-        self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
-        self._mailbox: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = SimpleQueue()
         self._lookups: dict[str, _Lookups] = {}
         self._waiting: dict[str, _Lookups] = {}
         self._loads: deque[_Copying] = deque()
         self._stores: deque[_Copying | ReqContext] = deque()
         self._steps = 0  # of vLLM, with undecided lookups
-        self._stats_at = 0.0
-        self._ended = False
-        self._failed = False
-        self._thread = threading.Thread(target=self._run, name="kv-tiering-manager", daemon=True)
 
     # ------------------------------------------------------------------------------------------- messages, any thread
-
-    def start(self) -> None:
-        """Start the thread.
-
-        Raises:
-            TierUnavailableError: no thread can be started.
-        """
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            text = f"the tier of vLLM's own tiering: {error}; raise the limit on threads"
-            raise TierUnavailableError(text) from error
-
-    @property
-    def failed(self) -> bool:
-        """True once the thread met an error of its own: all jobs fail, and all lookups miss."""
-        return self._failed or not self._thread.is_alive()
 
     def begin(self, ctx: ReqContext) -> Answers:
         """Begin a request, and return its dictionary of answers.
@@ -201,63 +159,20 @@ class ManagerThread:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
-    def stop(self) -> None:
-        """Copy what was submitted, shut the manager down within its deadline, and end the thread.
-
-        vLLM's rows are not touched any more afterwards. May be called twice.
-        """
-        self._mailbox.put((self._stop, ()))
-        if self._thread.is_alive():
-            self._thread.join(self._patience)
-        if self._thread.is_alive():
-            logger.error("the thread %s did not end within %g s", self._thread.name, self._patience)
-
     # ------------------------------------------------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
-        with self._manager.news.listening(self._wake):
-            sleep = 0.0
-            while not self._ended:
-                try:
-                    self._read_mail(sleep)
-                    sleep = self._step()
-                except Exception as error:
-                    self._fail(error)
-                    sleep = IDLE_SLEEP
-        self._loads.clear()
-        self._stores.clear()
-
-    def _wake(self) -> None:
-        self._mailbox.put((_nothing, ()))
-
-    def _read_mail(self, sleep: float) -> None:
-        with suppress(Empty):
-            method, arguments = self._mailbox.get(timeout=sleep) if sleep else self._mailbox.get_nowait()
-            while True:
-                method(*arguments)
-                method, arguments = self._mailbox.get_nowait()
-
-    def _step(self) -> float:
-        """End a step, and return the seconds until the next one; a message ends the sleep."""
-        if self._ended or self._failed:
-            return IDLE_SLEEP
+    def _work(self) -> float:
         copied = self._copy_part()
         self._answer()
-        self._manager.on_schedule_end()  # submits the promotions that the lookups have begun
-        if self._reads_events:
-            self.events.extend(event for event in self._manager.take_events() if event.tier != PRIMARY_TIER)
-        if (now := self._clock()) >= self._stats_at:
-            self.stats, self._stats_at = self._manager.get_stats(), now + STATS_SECONDS
         if copied or self._loads:
             return 0.0
-        return self._longest if self._waiting or self._stores or self._manager.has_pending_work() else IDLE_SLEEP
+        return self._longest if self._waiting or self._stores else IDLE_SLEEP
 
-    def _fail(self, error: Exception) -> None:
-        """Take the tier out of service after an error of this thread; vLLM goes on without it."""
-        if not self._failed:
-            text = "the tiers behind vLLM's own tiering are out of service until a restart: %s"
-            logger.error(text, error, exc_info=error)
-        self._failed = True
+    def _note_events(self) -> None:
+        if self._reads_events:
+            self.events.extend(event for event in self._manager.take_events() if event.tier != PRIMARY_TIER)
+
+    def _end_all(self) -> None:
         self._fail_jobs()
         self._waiting.clear()
         for lookups in self._lookups.values():
@@ -483,7 +398,3 @@ class ManagerThread:
             self._theirs = self._ours = None
             self._fail_jobs()
             self._manager.shutdown()
-
-
-def _nothing() -> None:
-    """Wake the thread up: a job or a task of a tier has ended."""

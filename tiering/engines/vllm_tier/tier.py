@@ -27,6 +27,7 @@ from tiering.config.inline import read_tier
 from tiering.config.registry import tier_definition
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig
+from tiering.engines.mailbox import window_of
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import StartupError
 from tiering.engines.vllm_tier.identity import Identified, identify, unidentified
@@ -139,7 +140,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
             self._thread = ManagerThread(
                 manager,
                 rows,
-                window=_window(stack, manager.primary_tier.num_rows),
+                window=window_of(stack, manager.primary_tier.num_rows),
                 prefix_groups=found.prefix_groups,
                 reads_events=publishes,
                 patience=stack.shutdown_deadline + _JOIN_SECONDS,
@@ -274,23 +275,6 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         return self._counters.take(self._thread.stats)
-
-
-def _window(stack: StackConfig, num_rows: int) -> int:
-    """Return the number of rows that one request may hold.
-
-    Raises:
-        ConfigError: a tier never loads so few blocks at a time.
-    """
-    window = max(1, int(stack.primary.promotion_share * num_rows))
-    for index, tier in enumerate(stack.secondary):
-        least = getattr(tier, "min_prefix_blocks", 1)
-        if least > window:
-            raise ConfigError(
-                f"secondary[{index}].min_prefix_blocks: {least} blocks do not fit into the {window} of {num_rows} rows "
-                "for promoted blocks; raise primary.capacity or lower min_prefix_blocks"
-            )
-    return window
 
 
 def _taken(*queues: deque[Any]) -> Iterator[Any]:

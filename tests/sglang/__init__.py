@@ -1,0 +1,1 @@
+"""Tests in the real SGLang (``make test-sglang``)."""
