@@ -25,7 +25,8 @@ from tiering.api.transfer import Rows
 from tiering.api.units import Directory, Duration, FilePath, Share, Size, format_bytes
 from tiering.block_tier.definition import TierDefinition
 from tiering.block_tier.tier import BlockTier
-from tiering.epochs.documents import LEASES
+from tiering.epochs.described import DESCRIBED, described_namespace
+from tiering.epochs.documents import EPOCHS, LEASES
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
 from tiering.index.shared import SharedIndex, parse_place
 from tiering.index.slots import SlotIndex, SlotsSlice
@@ -74,6 +75,8 @@ from tiering.secondary.tier_stats import TierStats
 from tiering.table.disposal import Table
 
 __all__ = [
+    "DESCRIBED",
+    "EPOCHS",
     "HEADER_BYTES",
     "HOT",
     "HOT_SECONDS",
@@ -145,6 +148,7 @@ __all__ = [
     "Transfers",
     "TtlOptions",
     "UnsupportedError",
+    "described_namespace",
     "format_bytes",
     "fresh_name",
     "hot_namespace",

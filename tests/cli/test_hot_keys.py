@@ -17,6 +17,7 @@ from tests.cli.test_check import stack_findings
 from tests.fake_s3 import FakeS3
 from tests.tiers.local.rig import LocalRig
 from tiering.admin.records import Severity
+from tiering.epochs.described import DESCRIBED
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_document
 from tiering.testing.tier_tests import K
 
@@ -72,6 +73,22 @@ def test_clear_of_a_directory_removes_those_of_the_namespace(disk: Path, publish
     (name,) = {path.name.split("-")[1] for path in hot_files(published)} - {"0" * 32}
     assert kv_tiering("clear", disk, "--namespace", name, "--yes").code == 0
     assert hot_files(published) == [other]
+
+
+def test_descriptions_of_a_directory_are_counted_kept_while_an_engine_can_read_them_and_cleared(
+    disk: Path, published: Path
+) -> None:
+    (name,) = {path.name.split("-")[1] for path in hot_files(published)}
+    own = published / "documents" / f"{DESCRIBED}{name}-00"
+    lost = published / "documents" / f"{DESCRIBED}{'0' * 32}-01"
+    for path in (own, lost):
+        path.write_bytes(b"runs")
+    assert json.loads(kv_tiering("inspect", disk, "--json").out)["local"]["descriptions"] == 2
+    assert "local\tdescriptions\t2 documents" in kv_tiering("inspect", disk).out
+    assert kv_tiering("gc", disk, "--yes").code == 0
+    assert (own.exists(), lost.exists()) == (True, False)
+    assert kv_tiering("clear", disk, "--namespace", name, "--yes").code == 0
+    assert not own.exists()
 
 
 def test_inspect_and_gc_of_a_bucket_leave_fresh_ones_and_remove_expired_ones(

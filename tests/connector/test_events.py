@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiering.api.manager import OffloadingEvent
 from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.snapshots import Run
 
 ON = OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=True)
 
@@ -25,7 +27,9 @@ def group(index: int = 0, *, size: int = 8, factor: int = 2, window: int | None 
         offloaded_block_size=size,
         hash_block_size_factor=factor,
         is_full=window is None,
-        kv_event_group_spec=("full_attention", None),
+        is_state=False,
+        needed_from=lambda end: max(0, end - (window or end)),
+        kv_event_group_spec=("full_attention", None) if window is None else ("sliding_window", window),
     )
 
 
@@ -202,9 +206,10 @@ class TestLookups:
         tracker.record_lookup(request, group(), keys, 0, 2)
         tracker.record_lookup(request, group(), keys, 0, 2)
         events = tracker.take_events([])
-        assert [type(event) for event in events] == [BlockRemoved, BlockStored] * 2
-        assert [event.block_hashes for event in events[:2]] == [[request.block_hashes[1]], request.block_hashes[:2]]
-        told = events[3]
+        assert [type(event) for event in events] == [BlockRemoved, BlockStored, BlockStored]
+        assert events[0].block_hashes == [request.block_hashes[1], request.block_hashes[3]]
+        assert events[1].block_hashes == request.block_hashes[:2]
+        told = events[2]
         assert isinstance(told, BlockStored)
         assert (told.parent_block_hash, told.token_ids) == (request.block_hashes[1], list(range(8, 16)))
         assert (told.medium, told.locality, told.ownership) == ("STORAGE", "LOCAL", "disk")
@@ -268,10 +273,17 @@ class TestPlaceholders:
             BlockRemoved([b"h" * 32], "STORAGE", 3, "LOCAL", "disk"),
         ]
 
-    def test_windows_are_not_captured(self) -> None:
-        tracker, request = OffloadingEventsTracker(ON), prompt(24)
-        tracker.record_stores(request, group(window=2), (0,), (request.key(1),))
+    def test_states_are_not_captured(self) -> None:
+        tracker, request, states = OffloadingEventsTracker(ON), prompt(24), group()
+        states.is_state, states.is_full = True, False
+        tracker.record_stores(request, states, (0,), (request.key(1),))
         assert len(tracker) == 0
+
+    def test_of_a_found_window_only_what_the_hit_needs_is_captured(self) -> None:
+        tracker, request = OffloadingEventsTracker(ON), prompt(24)
+        keys = [request.key(index, 1) for index in (1, 3, 5)]
+        tracker.record_lookup(request, group(1, window=8), keys, 0, 3)
+        assert list(tracker.snapshots) == keys[2:]
 
     def test_are_warned_about_once(self, caplog: pytest.LogCaptureFixture) -> None:
         tracker = OffloadingEventsTracker(ON)
@@ -297,6 +309,34 @@ class TestPlaceholders:
         assert len(tracker) == 0
 
 
+class TestSessions:
+    def test_a_block_has_the_session_of_the_request_that_stored_it(self) -> None:
+        tracker, request = OffloadingEventsTracker(ON), prompt(24)
+        request.session_id = "chat 7"  # type: ignore[attr-defined]
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
+        (event,) = tracker.take_events([stored(request.key(1))])
+        assert isinstance(event, BlockStored)
+        assert event.session_id == "chat 7"
+
+    def test_a_block_without_a_session_or_known_by_its_hash_only_has_none(self) -> None:
+        tracker, request = OffloadingEventsTracker(ON), prompt(24)
+        tracker.record_stores(request, group(), (0,), (request.key(1),))
+        told = tracker.take_events([stored(request.key(1), request.key(3))])
+        assert [event.session_id for event in told if isinstance(event, BlockStored)] == [None, None]
+
+
+class TestWindows:
+    def test_say_what_the_block_holds_and_how_far_its_group_reaches(self) -> None:
+        tracker, request = OffloadingEventsTracker(ON), prompt(24)
+        key = request.key(3, 1)
+        tracker.record_stores(request, group(1, window=8), (1,), (key,))
+        (event,) = tracker.take_events([stored(key)])
+        assert isinstance(event, BlockStored)
+        assert (event.block_hashes, event.parent_block_hash) == (request.block_hashes[2:4], request.block_hashes[1])
+        assert (event.token_ids, event.group_idx) == (list(range(8, 16)), 1)
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == ("sliding_window", 8)
+
+
 class TestInTheScheduler:
     def make(self, *windows: int | None, **extra: Any) -> tuple[OffloadingConnectorScheduler, FakeManager]:
         spec = make_spec(*windows, self_describing_kv_events=True, **extra)
@@ -318,7 +358,7 @@ class TestInTheScheduler:
         request = prompt(24)
         manager.hold([request.key(1, 0)])
         run_prompt(scheduler, request, ids(6), ids(6, 11))
-        assert len(scheduler.events) == 5
+        assert len(scheduler.events) == 5 + 6
 
     def test_a_failed_store_is_forgotten(self) -> None:
         scheduler, _ = self.make()
@@ -359,3 +399,84 @@ class TestInTheScheduler:
         scheduler, _ = make_scheduler(self_describing_kv_events=True)
         run_prompt(scheduler, prompt(24), ids(6))
         assert len(scheduler.events) == 0
+
+
+class TestRestored:
+    """Blocks that are found on the disk are described by the announcements of the last engine."""
+
+    def written(self, blocks: int = 3, **words: Any) -> Run:
+        request = prompt(8 * blocks)
+        tracker = OffloadingEventsTracker(ON)
+        keys = [request.key(2 * index + 1) for index in range(blocks)]
+        tracker.record_stores(request, group(), range(blocks), keys)
+        place = tracker.snapshots.find(keys[0])
+        assert place is not None
+        return replace(place[0], **words)
+
+    def test_blocks_that_are_announced_by_their_hash_are_announced_again_with_their_tokens(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written()
+        tracker.take_events([stored(*run.keys[:2], tier="disk")])
+        (used,) = tracker.restore(run)
+        assert used.keys == run.keys[:2]
+        taken = tracker.take_events([])
+        assert taken[0].block_hashes == [run.hashes[1], run.hashes[3]]
+        assert [type(event) for event in taken] == [BlockRemoved, BlockStored, BlockStored]
+        told = [event for event in taken if isinstance(event, BlockStored)]
+        assert [event.token_ids for event in told] == [list(range(8)), list(range(8, 16))]
+        assert [event.block_hashes for event in told] == [run.hashes[:2], run.hashes[2:4]]
+        assert [event.parent_block_hash for event in told] == [None, run.hashes[1]]
+        assert tracker.restored == 2
+
+    def test_of_a_run_whose_middle_is_gone_the_rest_is_described(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written()
+        tracker.take_events([stored(run.keys[0], run.keys[2], tier="disk")])
+        parts = tracker.restore(run)
+        assert [part.keys for part in parts] == [run.keys[:1], run.keys[2:]]
+        told = [event for event in tracker.take_events([]) if isinstance(event, BlockStored)]
+        assert [event.parent_block_hash for event in told] == [None, run.hashes[3]]
+        assert [event.token_ids for event in told] == [list(range(8)), list(range(16, 24))]
+        tracker.take_events([removed(run.keys[0], run.keys[2], tier="disk")])
+        assert len(tracker) == 0
+
+    def test_blocks_that_no_tier_holds_or_that_are_described_are_left_out(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written()
+        request = prompt(24)
+        tracker.record_stores(request, group(), (0,), (run.keys[0],))
+        tracker.take_events([stored(run.keys[0], tier="disk")])
+        assert tracker.restore(run) == []
+        assert tracker.take_events([]) == []
+
+    @pytest.mark.parametrize("words", [{"hashes": [b"x" * 32] * 6}, {"hashes": [1, 2, 3, 4, 5, 6]}])
+    def test_hashes_that_are_not_those_of_the_blocks_are_left_out(self, words: dict[str, Any]) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written(**words)
+        tracker.take_events([stored(*run.keys, tier="disk")])
+        assert tracker.restore(run) == []
+
+    def test_blocks_of_an_adapter_are_removed_by_the_name_that_was_announced(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written(1)
+        name = make_offload_key(b"n" * 32, 0)
+        run = replace(run, keys=[name], lora_name="parrot")
+        (bare,) = tracker.take_events([stored(name, tier="disk")])
+        assert isinstance(bare, BlockStored)
+        assert tracker.own_hashes is not None
+        own = run.hashes[1]
+        assert isinstance(own, bytes)
+        tracker.own_hashes.add([b"n" * 32], [own])  # a request of the adapter comes before
+        tracker.restore(run)
+        gone, told = tracker.take_events([])
+        assert gone.block_hashes == bare.block_hashes == [b"n" * 32]
+        assert isinstance(told, BlockStored)
+        assert (told.block_hashes, told.lora_name) == (run.hashes, "parrot")
+        (last,) = tracker.take_events([removed(name, tier="disk")])
+        assert last.block_hashes == run.hashes
+
+    def test_a_run_is_held_by_the_tier_that_has_announced_one_of_its_blocks(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written()
+        tracker.take_events([stored(run.keys[1], tier="cpu"), stored(run.keys[2], tier="bucket")])
+        assert [tracker.holds(run, tier) for tier in ("disk", "bucket", "cpu")] == [False, True, False]
+
+    def test_the_bound_on_snapshots_leaves_room_for_new_blocks(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON, max_tokens=100), self.written(2)
+        tracker.record_stores(prompt(80), group(), range(8), [bytes([index]) * 34 for index in range(8)])
+        tracker.take_events([stored(*run.keys, tier="disk")])
+        assert tracker.restore(run) == []

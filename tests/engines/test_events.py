@@ -26,7 +26,9 @@ def module(stored: tuple[str, ...], removed: tuple[str, ...]) -> Any:
     return SimpleNamespace(BlockStored=struct(*stored), BlockRemoved=struct(*removed))
 
 
-STORED = BlockStored([b"a"], None, [1, 2], 2, None, "STORAGE", None, [None], 0, "full_attention", None, "REMOTE", "s3")
+STORED = BlockStored(
+    [b"a"], None, [1, 2], 2, None, "STORAGE", None, [None], 0, "full_attention", None, "REMOTE", "s3", "chat"
+)
 REMOVED = BlockRemoved([b"a"], "STORAGE", 0, "REMOTE", "s3")
 
 
@@ -40,7 +42,7 @@ def test_fields_that_a_release_has_are_told() -> None:
     convert = EventConverter(module((*OLD_STORED, "extra_keys", *NEW, "session_id"), ("block_hashes", "medium", *NEW)))
     told = convert(STORED)
     assert (told.medium, told.locality, told.ownership, told.extra_keys) == ("STORAGE", "REMOTE", "s3", [None])
-    assert not hasattr(told, "session_id")
+    assert told.session_id == "chat"
     assert vars(convert(REMOVED)) == {
         "block_hashes": [b"a"],
         "medium": "STORAGE",
@@ -54,7 +56,12 @@ def test_fields_in_another_order_are_told_by_their_names() -> None:
     convert = EventConverter(
         module(("medium", "session_id", "ownership", "block_hashes"), ("ownership", "block_hashes"))
     )
-    assert vars(convert(STORED)) == {"medium": "STORAGE", "ownership": "s3", "block_hashes": [b"a"]}
+    assert vars(convert(STORED)) == {
+        "medium": "STORAGE",
+        "session_id": "chat",
+        "ownership": "s3",
+        "block_hashes": [b"a"],
+    }
     assert vars(convert(REMOVED)) == {"ownership": "s3", "block_hashes": [b"a"]}
 
 

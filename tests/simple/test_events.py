@@ -149,14 +149,14 @@ def test_a_reset_removes_what_was_held_and_forgets_what_was_being_stored() -> No
     assert sim.half.take_events() == []
 
 
-def test_of_windows_only_the_hash_is_told() -> None:
+def test_blocks_of_windows_are_described_too() -> None:
     sim = simulation(windows=(None, 6), gpu_blocks=40)
     sim.run("a", tokens(1, 9), 1)
     sim.settle()
     told = {
         (event.group_idx, bool(event.token_ids)) for event in sim.half.take_events() if isinstance(event, BlockStored)
     }
-    assert told == {(0, True), (1, False)}
+    assert told == {(0, True), (1, True)}
 
 
 def test_nothing_is_kept_for_events_that_do_not_describe_themselves() -> None:

@@ -51,6 +51,8 @@ class TierAdmin:
         """Number of objects that the last listing of namespaces found noted as corrupt by a machine."""
         self.hot_keys = 0
         """Number of engines whose published keys the last listing of namespaces found, for warm starts."""
+        self.descriptions = 0
+        """Number of documents that describe blocks for KV events, in the last listing of namespaces."""
         self.removed_blocks = 0
         """Number of blocks that this object has removed for certain, also before an operation failed."""
         self.removed_bytes = 0

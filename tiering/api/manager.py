@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
+from tiering.api.descriptions import TierDescriptions
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext, RequestOffloadingContext
@@ -374,6 +375,11 @@ class OffloadingManager(ABC):
             bytes_per_second: bytes per second that a tenant may prefetch.
             after: seconds until it begins, at the end of a step; default 0.
         """
+
+    @property
+    def descriptions(self) -> TierDescriptions | None:
+        """The part of a tier that keeps descriptions of its blocks; None (default): no tier keeps any."""
+        return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call, in an order that a consumer can apply. Changes nothing else."""

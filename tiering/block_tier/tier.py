@@ -17,6 +17,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
+from tiering.block_tier.descriptions import Descriptions
 from tiering.block_tier.event_log import EventLog
 from tiering.block_tier.hot_keys import HotKeys
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
@@ -63,8 +64,8 @@ REST_WITH_JOBS = 0.02
 Jobs that wait in vain and threads that hang are noticed in steps.
 """
 
-_HOT_KEYS_SHARE = 0.25
-"""Share of the time for a shutdown that the writing of the hot keys may take."""
+_DOCUMENTS_SHARE = 0.25
+"""Share of the time for a shutdown that the writing of hot keys and descriptions may take."""
 
 _NO = PrefixAnswer(0, False)
 
@@ -118,9 +119,14 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._intake = Intake(options.admission, options.fill_policy)
         self._events = EventLog(context.name, context.distance, enabled=context.enable_events, shared=index.shared)
         parts = TierParts(context, options, store, index, self.io, self._intake, self._events, self.stats)
-        self._hot_keys = HotKeys(
-            parts, self._served_epoch, lambda: options.admission != "none" and not self._life.private
-        )
+
+        def publishes() -> bool:
+            return options.admission != "none" and not self._life.private
+
+        self._hot_keys = HotKeys(parts, self._served_epoch, publishes)
+        self._descriptions: Descriptions | None = None
+        if context.enable_events and not index.shared:
+            self._descriptions = Descriptions(parts, self._served_epoch, publishes)
         self.name = context.name
         self.traits = TierTraits(
             medium=store.traits.medium,
@@ -135,6 +141,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             mixes_requests=True,
             intake=self,
             hot_keys=self._hot_keys,
+            descriptions=self._descriptions,
         )
 
         self._clock = context.clock
@@ -348,9 +355,13 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         return self._life.successor is not None or self._life.outdated
 
     def shutdown(self, deadline: float) -> bool:
-        if self._hot_keys.writing:
-            now = self._clock()
-            self.wait(lambda: not self._hot_keys.writing, now + (deadline - now) * _HOT_KEYS_SHARE)
+        now, descriptions = self._clock(), self._descriptions
+
+        def writing() -> bool:
+            return self._hot_keys.writing or (descriptions is not None and descriptions.writing)
+
+        if writing():
+            self.wait(lambda: not writing(), now + (deadline - now) * _DOCUMENTS_SHARE)
         return self._life.shutdown(deadline)
 
     # ------------------------------------------------------------------------------------------------------- statistics

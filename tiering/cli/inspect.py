@@ -145,6 +145,8 @@ class TierContent:
     """Number of objects that a machine has noted as corrupt, and no other machine has confirmed."""
     hot_keys: int = 0
     """Number of engines whose published keys a warm start finds."""
+    descriptions: int = 0
+    """Number of documents that describe blocks for KV events after a restart."""
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +176,9 @@ async def read_content(admin: TierAdmin) -> TierContent:
         content.oldest = block.modified if content.oldest is None else min(content.oldest, block.modified)
         content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
     ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
-    return TierContent(admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects, admin.hot_keys)
+    return TierContent(
+        admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects, admin.hot_keys, admin.descriptions
+    )
 
 
 def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
@@ -228,6 +232,8 @@ def _remarks(content: TierContent) -> Iterator[tuple[str, str]]:
         yield "suspects", f"{content.suspects:,} {text}"
     if content.hot_keys:
         yield "hot keys", f"{content.hot_keys:,} engines have published which blocks they use most, for a warm start"
+    if content.descriptions:
+        yield "descriptions", f"{content.descriptions:,} documents describe blocks for KV events, with their tokens"
     for found in content.epochs:
         if found.holder:
             yield "lease", f"{found.fingerprint[:8]} is the epoch of {found.holder}"

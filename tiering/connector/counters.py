@@ -107,6 +107,11 @@ class SchedulerCounters:
         "Blocks whose KV events lost their tokens to the bound on snapshots",
         "Routers know these blocks by their hash only.",
     )
+    snapshots_restored: int = counter(
+        "blocks",
+        "Blocks on a disk that KV events describe with what the engine had written before its restart",
+        "Grows for seconds after a start; 0 without `self_describing_kv_events` or a local tier.",
+    )
     requests_recorded: int = counter(
         "requests",
         "Finished requests that were written to the trace",

@@ -49,6 +49,8 @@ class BlockStored(NamedTuple):
     """Location of the tier: "LOCAL" or "REMOTE"."""
     ownership: str | None = None
     """Name of the secondary tier; None for the primary tier."""
+    session_id: str | None = None
+    """Session of the request that stored or found the block; None if it is not known."""
     lookahead_token_ids: list[list[int]] | None = None
     """Tokens after each hash-block that its hash covers too; None if hashes cover no later tokens."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tiering.api.keys import GROUP_BYTES, PRIMARY_TIER, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from tiering.api.manager import OffloadingEvent
+from tiering.connector.described_runs import DescribedRuns
 from tiering.connector.event_types import (
     BlockRemoved,
     BlockStored,
@@ -43,6 +44,14 @@ class _Tier(NamedTuple):
     """Bit that marks blocks which the tier has announced by their own hash only."""
     described: int
     """Bit that marks blocks which the tier has announced with all hashes and tokens."""
+    translated: int
+    """Bit that marks blocks that were announced by the engine's hash, and not by their name.
+
+    They differ for named blocks only (:mod:`tiering.connector.variants`).
+    """
+
+    bits: int
+    """All bits of the tier."""
 
 
 class OffloadingEventsTracker:
@@ -75,7 +84,7 @@ class OffloadingEventsTracker:
         """Snapshots of the blocks that events may have to describe."""
         self._tiers: dict[tuple[str, str, str], _Tier] = {}
         self.held: dict[OffloadKey, int] = {}
-        """Tiers that have announced a block: two bits per tier, ``bare`` and ``described``."""
+        """Tiers that have announced a block: the bits of each tier."""
         self._storing: Counter[OffloadKey] = Counter()
         """Number of stores of each block to the primary tier that have not ended."""
         self._looked_up: dict[str, _Lookups] = {}
@@ -85,6 +94,10 @@ class OffloadingEventsTracker:
         self._queued: list[KVCacheEvent] = []
         """Events that consumers must receive before the next events of the manager."""
         self._warned = False
+        self.described_runs: DescribedRuns | None = None
+        """Descriptions for the next engine, and from the last one; None: no tier keeps any."""
+        self.restored = 0
+        """Number of blocks that were described by what the last engine had written, since the start."""
 
     def __len__(self) -> int:
         return len(self.snapshots)
@@ -98,7 +111,7 @@ class OffloadingEventsTracker:
 
     def captures(self, group: OffloadGroup) -> bool:
         """Return True if the tracker takes snapshots of blocks of this group."""
-        return self._capture and group.is_full
+        return self._capture and not group.is_state
 
     def record_stores(
         self, req: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
@@ -143,6 +156,8 @@ class OffloadingEventsTracker:
             return
         lookups.ends[group.group_idx] = end
         held, snapshots = self.held, self.snapshots
+        if not group.is_full:
+            computed = max(computed, group.needed_from(end * group.offloaded_block_size) // group.offloaded_block_size)
         positions = [
             position
             for position in range(start, end)
@@ -183,6 +198,8 @@ class OffloadingEventsTracker:
 
         A stored block has an event of its own. Removed blocks share one event per KV-cache group.
         """
+        if self.described_runs is not None:
+            self.described_runs.step()
         taken, self._queued = self._queued, []
         for event in events:
             tier = self._tiers.get((event.medium, event.locality, event.tier)) or self._meet(event)
@@ -216,7 +233,7 @@ class OffloadingEventsTracker:
             place = find(key)
             if place is None:
                 self._warn_placeholder()
-                held[key] = holders | tier.bare
+                held[key] = holders | tier.bare | (tier.translated if self._is_translated(key) else 0)
                 taken.append(self._placeholder(key, tier))
             else:
                 held[key] = holders | tier.described
@@ -237,23 +254,23 @@ class OffloadingEventsTracker:
         """Return the hashes that the tier has announced for ``key``, and forget that the tier holds it."""
         holders = self.held.get(key, 0)
         place = self.snapshots.find(key)
-        left = holders & ~(tier.bare | tier.described)
+        left = holders & ~tier.bits
         if left:
             self.held[key] = left
         elif holders:
             del self.held[key]
         if place is None:
-            return (self._own_hash(key),)
+            return (self._announced_hash(key, tier, holders),)
         hashes = place[0].hashes_of(place[1])
         if not left and key not in self._storing:
             self.snapshots.discard(key)
-        return hashes if holders & tier.described else hashes[-1:]
+        return (self._announced_hash(key, tier, holders),) if holders & tier.bare else hashes
 
     def _meet(self, event: OffloadingEvent) -> _Tier:
         """Register the tier of an event, and return the tier."""
-        bit = 2 * len(self._tiers)
+        bit = 3 * len(self._tiers)
         ownership = None if event.tier == PRIMARY_TIER else event.tier
-        tier = _Tier(event.medium, event.locality, ownership, 1 << bit, 2 << bit)
+        tier = _Tier(event.medium, event.locality, ownership, 1 << bit, 2 << bit, 4 << bit, 7 << bit)
         self._tiers[event.medium, event.locality, event.tier] = tier
         return tier
 
@@ -304,35 +321,72 @@ class OffloadingEventsTracker:
             window=window,
             lora_id=lora_id,
             lora_name=lora_name,
+            session_id=getattr(req, "session_id", None),
         )
-        self.snapshots.add(run)
-        if not self.held.keys().isdisjoint(keys):
-            for index, key in enumerate(keys):
-                self._tell(run, index, key)
+        self._announce(run)
+        if self.described_runs is not None:
+            self.described_runs.add(run)
 
-    def _tell(self, run: Run, index: int, key: OffloadKey) -> None:
-        """Announce a block again with its tokens.
+    def restore(self, run: Run) -> list[Run]:
+        """Describe the blocks of ``run`` that tiers announced by their hash only; return the parts in use.
 
-        This applies to all tiers that hold the block and have announced it by its own hash only.
+        Args:
+            run: blocks that the last engine announced.
         """
+        held, snapshots = self.held, self.snapshots
+        names = [get_offload_block_hash(key) for key in run.keys]
+        own = names if self._external is None else [self._external(name) for name in names]
+        announced = run.hashes[run.factor - 1 :: run.factor]
+        if (run.lora_name is None and own != announced) or type(own[0]) is not type(announced[0]):
+            return []
+        if 2 * snapshots.tokens > snapshots.max_tokens:
+            return []
+        wanted = [key in held and key not in snapshots for key in run.keys]
+        parts = list[Run]()
+        start = 0
+        for is_wanted, group in groupby(wanted):
+            end = start + len(list(group))
+            if is_wanted:
+                parts.append(run.part(start, end))
+                self._announce(parts[-1])
+                self.restored += end - start
+            start = end
+        return parts
+
+    def holds(self, run: Run, tier: str) -> bool:
+        """Return True if the secondary tier of this name has announced a block of ``run``."""
+        bits = sum(known.bits for known in self._tiers.values() if known.ownership == tier)
+        return any(self.held.get(key, 0) & bits for key in run.keys)
+
+    def _announce(self, run: Run) -> None:
+        """Take the snapshots of ``run``, and announce its tokens where a tier holds its blocks without."""
+        self.snapshots.add(run)
+        held = self.held
+        if held.keys().isdisjoint(run.keys):
+            return
         for tier in self._tiers.values():
-            holders = self.held.get(key, 0)
-            if holders & tier.bare:
-                self.held[key] = holders ^ (tier.bare | tier.described)
-                self._queued += (self._own_removed(run, index, tier), _described(run, index, tier))
+            bare = [(index, key) for index, key in enumerate(run.keys) if held.get(key, 0) & tier.bare]
+            if bare:
+                hashes = [self._announced_hash(key, tier, held[key]) for _, key in bare]
+                self._queued.append(BlockRemoved(hashes, tier.medium, run.group_idx, tier.locality, tier.ownership))
+                self._queued += [_described(run, index, tier) for index, _ in bare]
+                for _, key in bare:
+                    held[key] = held[key] & ~tier.bits | tier.described
 
     def _shorten(self, run: Run) -> None:
         """Announce the blocks of ``run`` by their own hash only, before the run is dropped.
 
         Without the run, the other hashes could not be removed when the blocks are removed.
         """
-        if run.factor == 1:
-            return
         for index, key in self.snapshots.used(run):
+            if run.factor == 1 and self._own_hash(key) == run.hashes[index]:
+                continue
             for tier in self._tiers.values():
                 holders = self.held.get(key, 0)
                 if holders & tier.described:
-                    self.held[key] = holders ^ (tier.bare | tier.described)
+                    self.held[key] = (
+                        holders & ~tier.bits | tier.bare | (tier.translated if self._is_translated(key) else 0)
+                    )
                     removed = BlockRemoved(
                         run.hashes_of(index), tier.medium, run.group_idx, tier.locality, tier.ownership
                     )
@@ -371,14 +425,23 @@ class OffloadingEventsTracker:
             ownership=tier.ownership,
         )
 
-    def _own_removed(self, run: Run, index: int, tier: _Tier) -> BlockRemoved:
-        return BlockRemoved(run.hashes_of(index)[-1:], tier.medium, run.group_idx, tier.locality, tier.ownership)
+    def _is_translated(self, key: OffloadKey) -> bool:
+        """Return True if events call a block by the engine's hash, which is not the block's name."""
+        known = self.own_hashes
+        return known is not None and bool(known) and get_offload_block_hash(key) in known
+
+    def _announced_hash(self, key: OffloadKey, tier: _Tier, holders: int) -> ExternalHash:
+        """Return the hash by which a tier has announced a block without its tokens."""
+        if holders & tier.translated or not holders & tier.bare:
+            return self._own_hash(key)
+        name = get_offload_block_hash(key)
+        return name if self._external is None else self._external(name)
 
     def _warn_placeholder(self) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "some KV events contain only the block's own hash and no tokens: events of sliding-window groups, "
+                "some KV events contain only the block's own hash and no tokens: events of groups that keep states, "
                 "and events of blocks that were found in a tier until a request uses them"
             )
 
@@ -409,6 +472,7 @@ def _described(run: Run, index: int, tier: _Tier) -> BlockStored:
         run.window,
         tier.locality,
         tier.ownership,
+        run.session_id,
         run.lookahead_of(index) if run.lookahead else None,
     )
 

@@ -243,6 +243,7 @@ class SchedulerHalf(ABC, Generic[State]):
         :class:`tiering.connector.counters.SchedulerCounters`.
         """
         self._counters.snapshots_dropped = self.events.snapshots_dropped
+        self._counters.snapshots_restored = self.events.restored
         self._counters.requests_active = len(self.states)
         return report(self._held.get_stats(), self._counters, self._missed_blocks)
 

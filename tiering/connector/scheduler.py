@@ -35,6 +35,7 @@ from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.cached_tokens import Cached, CachedTokens, planned
 from tiering.connector.completions import Completions
 from tiering.connector.counters import counts_seconds
+from tiering.connector.described_runs import DescribedRuns
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.groups import build_groups, interleave
@@ -96,6 +97,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
         )
         super().__init__(self.manager, tables, search, config, engine_events, logger, clock)
+        kept = self.manager.descriptions
+        if self._describes_events and kept is not None:
+            events, tier = self.events, kept.tier
+            events.described_runs = DescribedRuns(kept, events.restore, lambda run: events.holds(run, tier), clock)
         self._fenced = tables
         self._jobs = JobTable(spec.engine.world_size)
         self.fences = BlockFences()
@@ -326,6 +331,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
 
         The engine must then keep stepping, also without requests. Otherwise the ends of the jobs are never collected.
         """
+        described = self.events.described_runs
+        if described is not None and described.steps_idle:
+            return True
         return bool(self._jobs) or self.manager.has_pending_work()
 
     def reset_cache(self) -> bool:
@@ -372,6 +380,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             recorder.stop()
         if self._misses is not None:
             self._misses.shut_down()
+        if self.events.described_runs is not None:
+            self.events.described_runs.write()
         try:
             self.manager.shutdown()
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tiering.api.keys import OffloadKey
@@ -32,7 +32,7 @@ With their hashes, the snapshots take about 400 MiB for blocks of 16 tokens, and
 """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Run:
     """Consecutive blocks of one request and one KV-cache group."""
 
@@ -62,12 +62,29 @@ class Run:
     """Number of the LoRA adapter; None without one."""
     lora_name: str | None
     """Name of the LoRA adapter; None without one."""
+    session_id: str | None = None
+    """Session of the request, as its client calls it; default: None."""
     live: int = 0
     """Number of blocks whose snapshots are in use."""
 
     def hashes_of(self, index: int) -> list[ExternalHash]:
         """Return the hashes of block ``index`` of the run."""
         return self.hashes[index * self.factor : (index + 1) * self.factor]
+
+    def part(self, start: int, end: int) -> Run:
+        """Return the blocks from ``start`` to ``end`` as a run without blocks in use."""
+        if (start, end) == (0, len(self.keys)):
+            return self
+        first, last, size = start * self.factor, end * self.factor, self.block_size
+        return replace(
+            self,
+            keys=self.keys[start:end],
+            hashes=self.hashes[first:last],
+            parent=self.hashes[first - 1] if start else self.parent,
+            token_ids=self.token_ids[first * size : last * size + self.lookahead],
+            extra_keys=None if self.extra_keys is None else self.extra_keys[first:last],
+            live=0,
+        )
 
     def lookahead_of(self, index: int) -> list[list[int]]:
         """Return the later tokens that the hash of each hash-block of block ``index`` covers too."""

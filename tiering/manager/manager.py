@@ -17,6 +17,7 @@ from threading import get_ident
 from typing import Any
 
 from tiering.advisor.advisor import SizeAdvisor
+from tiering.api.descriptions import TierDescriptions
 from tiering.api.hints import KeptBlocks
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
@@ -26,6 +27,7 @@ from tiering.api.request import LATE_STORE, WANTED_STORE, OffloadPolicy, ReqCont
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.answers import TRUTH
 from tiering.manager.cascade_queue import NOBODY
+from tiering.manager.descriptions import GuardedDescriptions
 from tiering.manager.early import EarlyPromotions
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
@@ -161,6 +163,7 @@ class TieringOffloadingManager(MissFacts):
         self._warm = None
         if warm_start is not None:
             self._warm = WarmStart(warm_start, primary_tier, self._promotions, self._tiers, self._stats, clock)
+        self._descriptions = GuardedDescriptions.of(self._tiers) if enable_events else None
         self._shut_down = False
         self._advisor = advisor
         self._exclusive = exclusive
@@ -631,6 +634,10 @@ class TieringOffloadingManager(MissFacts):
     def blocks_queued(self) -> int:
         """Number of readable blocks that wait for the credit of a tier, per tier."""
         return sum([len(state.queue) for state in self._states])
+
+    @property
+    def descriptions(self) -> TierDescriptions | None:
+        return self._descriptions
 
     def take_events(self) -> list[OffloadingEvent]:
         if get_ident() != self._owner.ident:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.descriptions import TierDescriptions
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, Unstored
 from tiering.api.masking import shown
@@ -88,6 +89,8 @@ class TierState:
     """Part of the tier that keeps the keys which engines use most."""
     worth: Worth | None = None
     """Measured worth of the tier; None: it is not measured."""
+    descriptions: TierDescriptions | None = None
+    """Part of the tier that keeps descriptions of its blocks."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     jobs: dict[int, TransferJob] = field(default_factory=dict)
@@ -141,6 +144,9 @@ class TierState:
             has=np.zeros(num_rows, np.bool_),
             intake=_attribute(tier, traits, "intake", "a TierIntake or None", partial(_part, TierIntake)),
             hot_keys=_attribute(tier, traits, "hot_keys", "a TierHotKeys or None", partial(_part, TierHotKeys)),
+            descriptions=_attribute(
+                tier, traits, "descriptions", "a TierDescriptions or None", partial(_part, TierDescriptions)
+            ),
         )
 
     def deadline(self, now: float) -> float:

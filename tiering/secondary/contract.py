@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tiering.api.descriptions import TierDescriptions
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
@@ -320,6 +321,8 @@ class TierTraits:
     """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
     hot_keys: TierHotKeys | None = None
     """Part that keeps the keys which engines use most; None (default): the tier keeps none."""
+    descriptions: TierDescriptions | None = None
+    """Part that keeps descriptions of the blocks; None (default): the tier keeps none."""
     load_or_compute: LoadOrCompute = "always"
     """Rule by which requests load or compute the blocks of this tier; default "always"."""
 

@@ -311,6 +311,16 @@ class TierStats:
         "Documents with the keys of other engines that were damaged, stale, or of another epoch",
         "Some stale ones are normal where engines come and go; `kv-tiering gc` removes these.",
     )
+    descriptions_written: int = counter(
+        "documents",
+        "Documents written with what KV events say about the tier's blocks",
+        "0 with `self_describing_kv_events` and KV events: the log has the reason.",
+    )
+    descriptions_refused: int = counter(
+        "documents",
+        "Documents about the tier's blocks that were damaged, or of another epoch or release",
+        "Some are normal after a reset. The blocks are announced by their hash only.",
+    )
 
     def observe_job(self, seconds: float) -> None:
         """Count one finished job that took ``seconds``."""

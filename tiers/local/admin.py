@@ -17,6 +17,8 @@ from pathlib import Path
 
 from tiering import InUseError, OutOfSpaceError, PermanentStoreError
 from tiering.tier import (
+    DESCRIBED,
+    EPOCHS,
     HEADER_BYTES,
     HOT,
     HOT_SECONDS,
@@ -32,6 +34,7 @@ from tiering.tier import (
     StoredBlock,
     TierAdmin,
     TierOptions,
+    described_namespace,
     format_bytes,
     hot_namespace,
     known_namespaces,
@@ -239,6 +242,7 @@ class LocalAdmin(TierAdmin):
         except OSError as error:
             raise store_error(error, f"cannot list {folder}") from error
         self.hot_keys = sum(hot_namespace(name) is not None for name in names)
+        self.descriptions = sum(described_namespace(name) is not None for name in names)
         for name in filter(namespace_of, names):
             try:
                 found[name] = bytes(self._files.read_all(folder / name, _DOCUMENT_BYTES))
@@ -319,7 +323,7 @@ class LocalAdmin(TierAdmin):
     async def collect(self, limits: Limits, *, dry_run: bool) -> Collected:
         with self._owned(dry_run=dry_run):
             if not dry_run:
-                await asyncio.to_thread(self._drop_hot_keys, None)
+                await asyncio.to_thread(self._drop_hints, None)
             return await asyncio.to_thread(self._collect, limits, await self.used_epochs(), None, dry_run)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
@@ -327,7 +331,7 @@ class LocalAdmin(TierAdmin):
             served = {name for name in await self.used_epochs() if self._bases.get(name) != namespace}
             if not dry_run:
                 await self._begin_epoch(namespace, owned=True)
-                await asyncio.to_thread(self._drop_hot_keys, namespace)
+                await asyncio.to_thread(self._drop_hints, namespace)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
@@ -352,13 +356,18 @@ class LocalAdmin(TierAdmin):
                     ended = True
         return ended
 
-    def _drop_hot_keys(self, namespace: str | None) -> None:
-        """Remove the hot keys of one namespace, or (None) those that have expired."""
+    def _drop_hints(self, namespace: str | None) -> None:
+        """Remove the hot keys and descriptions of one namespace, or (None) those without use for any engine."""
         folder = self.directory / "documents"
         with store_errors(f"cannot remove documents in {folder}"):
             for path in folder.glob(f"{HOT}*"):
                 expired = self.clock() - path.stat().st_mtime >= HOT_SECONDS
                 if expired if namespace is None else hot_namespace(path.name) == namespace:
+                    self._files.unlink(path)
+            for path in folder.glob(f"{DESCRIBED}*"):
+                named = described_namespace(path.name)
+                unused = named is not None and not (folder / f"{EPOCHS}{named}").exists()
+                if unused if namespace is None else named == namespace:
                     self._files.unlink(path)
 
     def _collect(self, limits: Limits, served: set[str], namespace: str | None, dry_run: bool) -> Collected:
