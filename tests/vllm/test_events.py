@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -86,8 +87,17 @@ class Subscriber:
 
 
 @contextmanager
-def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Engine, Subscriber]]:
-    """An engine with a CPU tier and a local one, and a subscriber to all of its events."""
+def publishing(
+    model: Path, directory: Path, options: Mapping[str, Any] = MappingProxyType(WITH_ADAPTERS), **stack: Any
+) -> Iterator[tuple[Engine, Subscriber]]:
+    """An engine with a CPU tier and a local one, and a subscriber to all of its events.
+
+    Args:
+        model: the model.
+        directory: place of the local tier and of the events' socket.
+        options: further options of the engine; default: those for adapters.
+        stack: further words of the stack.
+    """
     from vllm.config import KVEventsConfig
 
     endpoint = f"ipc://{directory}/events"
@@ -95,7 +105,7 @@ def publishing(model: Path, directory: Path, **stack: Any) -> Iterator[tuple[Eng
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
     subscriber = Subscriber(endpoint)
     try:
-        with engine(model, {"secondary": [tier], **stack}, kv_events_config=events, **WITH_ADAPTERS) as running:
+        with engine(model, {"secondary": [tier], **stack}, kv_events_config=events, **options) as running:
             seeds = count(30_000)
             while not subscriber.hears(200):  # until the publisher knows the subscription
                 running.ask([prompt(next(seeds), 40)], 1, {"kv_tiering": {"load": False, "store": False}})
