@@ -13,10 +13,10 @@ an engine that does not rest for 1 ms after a step without a run of the model, a
 
 CPU is that of all threads of the engine, until nothing is in flight, at most 20 s after the last answer. "Thread" is
 the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after
-the last answer. "Copies" are the copies between GPU blocks and the CPU tier alone, which differ: ours run in numpy on
-threads, vLLM's in one native call. A round is refused unless all engines give the same answers, all full blocks come
-back, and disk and bucket then hold each block, as their administration lists them. Ratios are medians of those within a
-round; an interval is a bootstrap's 95%.
+the last answer. "Runs" are the steps that ran the model; the other steps wait for an answer. "Copies" are the copies
+between GPU blocks and the CPU tier alone, which differ: ours run in numpy on threads, vLLM's in one native call. A
+round is refused unless all engines give the same answers, all full blocks come back, and disk and bucket then hold each
+block, as their administration lists them. Ratios are medians of those within a round; an interval is a bootstrap's 95%.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ OFFLOADING, SIMPLE_OFFLOAD = "vLLM OffloadingConnector", "vLLM SimpleCPUOffload"
 THEIRS = {OFFLOADING: "OffloadingConnector", SIMPLE_OFFLOAD: "SimpleCPUOffloadConnector"}
 EMPTIED = ", CPU emptied"
 STACKS = (CPU, SIMPLE, LOCAL, S3)
+EXCLUSIVE = f"{LOCAL}, exclusive"
+"""A CPU tier that prefers blocks which the engine's own cache does not hold, in front of a disk."""
 
 Round = dict[str, dict[str, Answered]]
 """Answers of each engine, by the part of the round."""
@@ -79,6 +81,7 @@ def run(bench: Bench) -> None:
     model = bench.directory / "model"
     in_a_process(write_small_model, model)
     rounds: list[Round] = []
+    others = os.getloadavg()[1]
     with started(bench, model) as (engines, stacks):
         count = 1 if bench.quick else bench.rounds or ROUNDS
         for number in range(count + 1):
@@ -90,6 +93,7 @@ def run(bench: Bench) -> None:
             progress(f"overhead: round {number} of {count}{' (does not count)' * (not number)}: {shown}")
     if bench.against is None:
         report(bench, rounds[1:])
+        bench.note(f"Load of the machine before the start, from others: {others:.1f} on {os.cpu_count()} cores.")
     else:
         report_against(bench, rounds[1:])
 
@@ -118,6 +122,8 @@ def started(bench: Bench, model: Path) -> Iterator[tuple[dict[str, Connection], 
         stacks: dict[str, dict[str, Any]] = {}
         trees: dict[str, Path | None] = {} if bench.against else {IDLE: None}
         trees.update(dict.fromkeys(STACKS))
+        if bench.against is None:
+            trees[EXCLUSIVE] = None
         if bench.against is not None:
             trees.update({other(name): bench.against for name in STACKS})
         for number, name in enumerate(trees):
@@ -134,6 +140,8 @@ def started(bench: Bench, model: Path) -> Iterator[tuple[dict[str, Connection], 
                 stack["mode"] = "simple"
             elif name.startswith((LOCAL, S3)):
                 stack |= {"secondary": [tier], "keep_secondary": True}
+            if name == EXCLUSIVE:
+                stack["primary"]["inclusion"] = "exclusive"
             stacks[name] = stack
         settings = {NONE: Setting(model, None, {})}
         if bench.against is None:
@@ -159,17 +167,17 @@ def one_round(number: int, engines: Mapping[str, Connection]) -> Round:
     seeds = tuple(range(number * 1000, number * 1000 + SMALL))
     order = list(engines)
     random.Random(number).shuffle(order)
-    answered = {name: {} if name == IDLE else turn(name, engines[name], seeds) for name in order}
-    if IDLE in engines:
-        words = {"load": False, "store": False}
-        answered[IDLE] = {"new": ask(engines[IDLE], small(seeds, words))}
-        empty(engines[IDLE], "gpu")
+    answered = {name: turn(name, engines[name], seeds) for name in order}
     return {name: answered[name] for name in engines}
 
 
 def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Answered]:
     """Return how one engine has answered the parts of a round."""
     parts: dict[str, Answered] = {}
+    if name == IDLE:
+        parts["new"] = ask(engine, small(seeds, {"load": False, "store": False}))
+        empty(engine, "gpu")
+        return parts
     long = Load((seeds[0] + 500,), LONG_LENGTH, 1)
     behind = name.startswith((LOCAL, S3))
     for new, again, load in (("new", "again", small(seeds)), ("long new", "long again", long)):
@@ -302,7 +310,8 @@ def declare_targets(bench: Bench, costs: Costs) -> None:
         )
     for name in STACKS:
         theirs = SIMPLE_OFFLOAD if name == SIMPLE else OFFLOADING
-        bench.target(f"{name}: steps against none", costs.ratio(name, NONE, "new", "steps"), 1.0, "max", "x")
+        for what in ("steps", "runs"):
+            bench.target(f"{name}: {what} against none", costs.ratio(name, NONE, "new", what), 1.0, "max", "x")
         again = costs.ratio(name, NONE, "again")
         bench.target(f"{name}: CPU of the same again against none", again, 0.44, "max", "x")
         bench.target(
@@ -331,7 +340,8 @@ def tables(bench: Bench, costs: Costs, title: str) -> None:
     for name, parts in costs.rounds[0].items():
         row: list[Cell] = [name, costs.per_token(name, "new", "cpu"), around(costs.ratio(name, NONE, "new"))]
         row += [costs.per_token(name, "new", "thread"), around(costs.per_request(name)) if name != NONE else ""]
-        row += [median(costs.values(name, "new", "draining")) / SMALL * 1e3, median(costs.values(name, "new", "steps"))]
+        row.append(median(costs.values(name, "new", "draining")) / SMALL * 1e3)
+        row += [median(costs.values(name, "new", what)) for what in ("steps", "runs")]
         row += [costs.per_token(name, "new", "copies"), max(costs.values(name, "new", "tail"))]
         row.append(around(costs.ratio(name, NONE, "long new")) if "long new" in parts else "")
         new.append(row)
@@ -355,6 +365,7 @@ def tables(bench: Bench, costs: Costs, title: str) -> None:
             "ms per request",
             "draining ms/request",
             "steps",
+            "runs",
             "copies us/token",
             "longest tail s",
             "4,096 new: x none",

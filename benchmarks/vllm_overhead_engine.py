@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 32,
     "num_gpu_blocks_override": 300,
+    "gpu_memory_utilization": 0.2,
     "max_model_len": 4400,
     "max_num_batched_tokens": 1024,
     "max_num_seqs": 8,
@@ -93,6 +94,7 @@ class Answered:
         copies: CPU seconds of the copies between GPU blocks and the CPU tier.
         tail: seconds from the last answer until nothing is in flight.
         steps: steps of the engine until the last answer.
+        runs: steps among them that ran the model.
         ttft: seconds to the first token, by request.
         cached: number of tokens that were not computed, by request.
         answers: the tokens, by request.
@@ -104,6 +106,7 @@ class Answered:
     copies: float
     tail: float
     steps: int
+    runs: int
     ttft: list[float]
     cached: list[int]
     answers: list[list[int]]
@@ -153,11 +156,13 @@ class _Engine:
         """Both sides of the connector, which rests by itself in an engine inside its caller's process."""
         self._names = 0
         self._ran = True
+        self._runs = 0
         self._pauses = True
         step = self.core.step_fn
 
         def noted() -> Any:
             outputs, self._ran = step()
+            self._runs += self._ran
             return outputs, self._ran
 
         self.core.step_fn = noted
@@ -172,7 +177,7 @@ class _Engine:
         arrived: dict[str, float] = {}
         first: dict[str, float] = {}
         ended: dict[str, Any] = {}
-        steps, self._pauses = 0, load.pauses
+        steps, self._runs, self._pauses = 0, 0, load.pauses
         for connector in self._connectors:
             connector._in_process = not load.pauses
         copies, cpu, thread = self._copy_seconds(), time.process_time(), time.thread_time()
@@ -189,6 +194,7 @@ class _Engine:
                 if output.finished:
                     ended[output.request_id] = output
             steps += 1
+        runs = self._runs
         thread, draining, began = time.thread_time() - thread, time.thread_time(), time.perf_counter()
         while self.core.scheduler.has_requests():
             self._step()
@@ -201,6 +207,7 @@ class _Engine:
             copies=self._copy_seconds() - copies,
             tail=time.perf_counter() - began,
             steps=steps,
+            runs=runs,
             ttft=[first[name] - at for name, at in arrived.items()],
             cached=[ended[name].num_cached_tokens or 0 for name in arrived],
             answers=[list(ended[name].outputs[0].token_ids) for name in arrived],

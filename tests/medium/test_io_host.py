@@ -647,6 +647,29 @@ def test_jobs_do_not_wait_for_lookups_that_hang() -> None:
         assert all(polled(host, one) for one in ended)
 
 
+def test_lookups_that_run_at_once_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_host, "LOOKUP_GATHERING", 60.0)
+    gate = threading.Event()
+    with running_host(DictStore(), Primary(8)) as host:
+        slow, quick = lookup(host, gate.wait), lookup(host, lambda: None)
+        assert not host.wait(0.2), "the quick one waits for the slow one"
+        gate.set()
+        assert host.wait(60.0)
+        host.poll()
+        assert (len(quick), len(slow)) == (1, 1)
+
+
+def test_a_lookup_does_not_wait_long_for_one_that_hangs() -> None:
+    gate = threading.Event()
+    with running_host(DictStore(), Primary(8)) as host:
+        hangs = lookup(host, gate.wait)
+        for _ in range(3):
+            assert polled(host, lookup(host, lambda: None))
+        assert not hangs
+        gate.set()
+        assert polled(host, hangs)
+
+
 def test_a_lookup_that_nothing_waits_for_any_more_is_not_begun() -> None:
     primary, gate, clock = Primary(8), threading.Event(), FakeClock()
     begun: list[int] = []

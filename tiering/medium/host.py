@@ -51,6 +51,12 @@ SINGLE_UNIT_BYTES = 1 << 20
 LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
+LOOKUP_GATHERING = 0.005
+"""Longest time in seconds for which the result of a lookup waits for those of the other lookups that run.
+
+An engine runs the requests together whose lookups end together. Each further run of its model costs more than this.
+"""
+
 TASK_THREADS = 4
 """Threads for tasks, besides those for the largest depth and for units that hang."""
 
@@ -125,6 +131,11 @@ class IoHost:
         self._lookups = ThreadPool(f"kv-{name}-lookup", LOOKUP_THREADS, clock)
         self._woken = False
         """True while a thread has been woken for units and has not begun to look for them."""
+        self._lookups_begun = 0
+        """Number of lookups that the scheduler's thread has submitted."""
+        self._lookups_ended = 0
+        self._gathered: list[_TaskDone] = []
+        """Lookups that have ended and wait for others, for :data:`LOOKUP_GATHERING` at most."""
         self._ended: deque[TransferJob | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = context.news.announce
@@ -177,6 +188,7 @@ class IoHost:
                 self._wake()
 
     def run(self, task: IoTask) -> None:
+        self._lookups_begun += task.lookup
         if (closed := self._closed_error()) is not None:
             self._refuse(task, closed)
         else:
@@ -358,20 +370,37 @@ class IoHost:
         self._end_unit(job, ordered, outcomes)
 
     def _run_task(self, task: IoTask) -> None:
-        if (closed := self._closed_error()) is not None:
-            self._refuse(task, closed)
-            return
-        if self._clock() >= task.expires:
-            self._refuse(task, OverdueError("nothing waits for the lookup any more"))
-            return
         result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = task.run()
-        except BaseException as error:
-            release_frames(error)
-            failure = error
-        self._end((task, result, failure))
+        failure: BaseException | None = self._closed_error()
+        if failure is None and self._clock() >= task.expires:
+            failure = OverdueError("nothing waits for the lookup any more")
+        if failure is None:
+            try:
+                result = task.run()
+            except BaseException as error:
+                release_frames(error)
+                failure = error
+        done = task, result, failure
+        if task.lookup:
+            self._end_lookup(done)
+        else:
+            self._end(done)
+
+    def _end_lookup(self, done: _TaskDone) -> None:
+        """Report a lookup together with the others that run, or after :data:`LOOKUP_GATHERING`."""
+        with self._lock:
+            self._gathered.append(done)
+            self._lookups_ended += 1
+            is_last = self._lookups_ended == self._lookups_begun
+            is_first = len(self._gathered) == 1
+        if not is_last:
+            if not is_first:
+                return
+            self.stopping.wait(LOOKUP_GATHERING)
+        with self._lock:
+            gathered, self._gathered = self._gathered, []
+        if gathered:
+            self._end(*gathered)
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -388,6 +417,8 @@ class IoHost:
             self._fail(unit, error)
 
     def _refuse(self, task: IoTask, error: StoreError) -> None:
+        with self._lock:
+            self._lookups_ended += task.lookup
         self._end((task, None, error))
 
     def _fail(self, unit: Unit, error: StoreError | None) -> None:
@@ -408,8 +439,8 @@ class IoHost:
         job.ended_at = self._clock()
         self._end(job)
 
-    def _end(self, item: TransferJob | _TaskDone) -> None:
-        self._ended.append(item)
+    def _end(self, *items: TransferJob | _TaskDone) -> None:
+        self._ended.extend(items)
         self._news.set()
         self._announce()
 
