@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
+from tiering.api.engine import CanonicalKVCaches, EngineConfig, HeadShard, KVCacheGroup
 from tiering.api.keys import make_offload_key
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.request import ReqContext
@@ -101,6 +101,16 @@ class TestRefused:
         spec = make_spec(group_bytes=(2 * BLOCK_BYTES,))
         with pytest.raises(ConfigError, match="the KV caches have blocks"):
             copies(spec, caches()[1])
+
+    @pytest.mark.parametrize(
+        ("layout", "heads"), [("canonical", None), ("plain", HeadShard(1, outside=True))], ids=["no heads", "heads"]
+    )
+    def test_a_layout_that_the_engine_s_rows_do_not_have(
+        self, make_spec: Callable[..., TieringOffloadingSpec], tmp_path: Path, layout: str, heads: HeadShard | None
+    ) -> None:
+        local = {"type": "local", "path": str(tmp_path), "capacity": "1MiB"}
+        with pytest.raises(ConfigError, match=f"layout: {layout} is not the layout of this engine's rows"):
+            make_spec({"config": {**STACK, "secondary": [local], "layout": layout}}, heads=heads)
 
 
 class TestStack:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.vllm.models import write_gemma
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, answers_without_tiers, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 from tests.wrapped_handler import Wrapped
@@ -34,9 +35,17 @@ def stack(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def workers(model: Path, path: Path, count: int) -> Iterator[Server]:
+def workers(model: Path, path: Path, count: int, *more: str) -> Iterator[Server]:
     """A server with ``count`` workers whose disk is open."""
-    options = ["--tensor-parallel-size", str(count), "--distributed-executor-backend", "mp", "--shutdown-timeout", "60"]
+    options = [
+        "--tensor-parallel-size",
+        str(count),
+        "--distributed-executor-backend",
+        "mp",
+        "--shutdown-timeout",
+        "60",
+        *more,
+    ]
     with serve(
         model, stack(path), path / f"log{count}", *options, VLLM_CPU_OMP_THREADS_BIND=OMP_THREADS[count]
     ) as server:
@@ -93,6 +102,23 @@ def test_one_two_and_four_workers_find_each_other_s_blocks_after_a_restart(
         assert wrong(four.ask([*FIRST, *SECOND]), expected) == []
         step(four)
         assert four.loaded() == 2 * 2 * ALL
+
+
+def test_windows_beside_full_attention_too(tmp_path: Path) -> None:
+    """Each group has rows of its own."""
+    model = write_gemma(tmp_path / "gemma")
+    options = {"num_gpu_blocks_override": 80}
+    answers = answers_without_tiers(model, FIRST, **options)
+    with engine(model, stack(tmp_path), **options) as one:
+        assert wrong(one.ask(FIRST), answers) == []
+        one.evict()
+        again, all_bytes = one.loaded(lambda: one.ask(FIRST))
+        assert wrong(again, answers) == []
+        assert all_bytes
+    with workers(model, tmp_path, 2, "--num-gpu-blocks-override", "80") as two:
+        assert wrong(two.ask(FIRST), answers) == []
+        step(two)
+        assert two.loaded() == all_bytes
 
 
 def negative_control(one: Engine, second: list[Answer]) -> None:

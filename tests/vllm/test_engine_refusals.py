@@ -62,6 +62,7 @@ connector.TransferResults = None
 """
 ROOM = {"num_gpu_blocks_override": 300}
 """Options with blocks for the 1500 tokens of a sound."""
+CANONICAL = {"layout": "canonical", "secondary": [{"type": "local", "path": "never-opened", "capacity": "64MiB"}]}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -158,6 +159,7 @@ REFUSED = {
         "ReplaySSM does not keep whole states",
         before=CHANGED.format(change="config.cache_config.use_replayssm = True"),
     ),
+    "canonical rows of states": states("of the kind mamba, which has no KV heads; set layout: plain", words=CANONICAL),
     "states that an old vLLM keeps": states("use vLLM 0.32 or newer", before=STATES_STAY),
 }
 

@@ -160,7 +160,7 @@ def heads_config(ranks: int, *, heads: int = 4, rank: int = 0, **changes: Any) -
     cache.kv_cache_layout = "LBHNC"
     spec = cache.kv_cache_groups[0].kv_cache_spec
     spec.num_kv_heads = max(1, heads // ranks)
-    spec.page_size_bytes = PAGE * 4 // ranks if ranks <= heads else PAGE * 4 // heads
+    spec.page_size_bytes = PAGE * 4 // max(1, min(ranks, heads))
     for word, value in changes.items():
         for part in (config, config.parallel_config, config.model_config, cache, spec):
             if hasattr(part, word) or part is spec:
@@ -213,6 +213,8 @@ def test_a_rank_holds_its_heads_or_shares_one_with_its_neighbours(
     [
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"world_size": 4}, "the 4 workers are not those of tensor parallelism alone"),
+        ({"heads": 0}, "0 KV heads cannot be divided among 2 workers"),
+        ({"use_mla": True}, "of the kind full_attention, which has no KV heads"),
         ({"heads": 3}, "3 KV heads cannot be divided among 2 workers"),
         ({"kv_cache_layout": "None"}, "does not name the order of heads and tokens"),
         ({"kind": "mamba"}, "of the kind mamba, which has no KV heads"),

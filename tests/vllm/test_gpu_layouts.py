@@ -66,6 +66,8 @@ class Model:
     groups: list[dict[str, Any]]
     layout: str
     kernel_block_sizes: list[int] | None = None
+    canonical_rows: bool = False
+    """True for rows that hold the heads of all ranks in order."""
 
     def __post_init__(self) -> None:
         layout = KVCacheLayout[self.layout]
@@ -84,17 +86,30 @@ class Model:
                 data_parallel_rank=0,
                 data_parallel_index=0,
                 pipeline_parallel_size=1,
+                tensor_parallel_size=1,
                 distributed_executor_backend="mp",
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
             kv_transfer_config=SimpleNamespace(engine_id="layouts", kv_role="kv_both", kv_connector_extra_config={}),
-            model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16),
+            model_config=SimpleNamespace(use_mla=self.latent, dtype=torch.bfloat16),
         )
+        self.config.model_config.get_total_num_kv_heads = lambda: self.heads
         groups = [self._group(specs) for specs in self.groups]
         self.kv_cache_config = get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
+        self.kv_cache_config.kv_cache_layout = self.layout
         self.tensors = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), layout, self.kernel_block_sizes)
         buffer = torch.empty(0, dtype=torch.uint8).set_(next(iter(self.tensors.values())).untyped_storage())
         buffer.copy_(torch.randint(0, 256, buffer.shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8))
+
+    @property
+    def latent(self) -> bool:
+        """True if the model's first layer has latent attention."""
+        return isinstance(next(iter(self.groups[0].values())), MLAAttentionSpec)
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads of the model's first layer."""
+        return int(next(iter(self.groups[0].values())).num_kv_heads)
 
     @staticmethod
     def _group(specs: dict[str, Any]) -> Any:
@@ -107,10 +122,12 @@ class Model:
     def geometry(self, *, of_scheduler: bool = False) -> Geometry:
         """Return the geometry that a worker reads, or the scheduler from its own configuration."""
         cache = generate_scheduler_kv_cache_config([self.kv_cache_config]) if of_scheduler else self.kv_cache_config
-        return read_geometry(self.config, cache, lambda spec: str(get_kv_cache_spec_kind(spec).value), 16)
+        kind_of = lambda spec: str(get_kv_cache_spec_kind(spec).value)  # noqa: E731
+        return read_geometry(self.config, cache, kind_of, 16, self.canonical_rows)
 
     def canonical(self) -> CanonicalKVCaches:
-        return canonicalize(self.tensors, self.geometry().engine.groups, BLOCKS)
+        geometry = self.geometry()
+        return canonicalize(self.tensors, geometry.engine.groups, BLOCKS, geometry.heads)
 
     def blocks(self, layer: str) -> torch.Tensor:
         """Return the bytes of (block, ...) that attention reads for ``layer``."""
@@ -231,6 +248,36 @@ def test_blocks_that_kernels_have_in_parts_come_back_whole(spec: Any, layout: st
     model = Model([layers(spec)], layout, [16])
     assert model.tensors["layer.0"].shape[0] == 4 * BLOCKS
     round_trip(model)
+
+
+PACKED = {"scales beside each head", "K and V as head slots", "latent in 656 bytes", "latent of compressed tokens"}
+
+
+@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("what", UNIFORM)
+def test_pages_of_heads_come_back_from_canonical_rows_too_and_others_are_refused(what: str, layout: str) -> None:
+    model = Model([layers(UNIFORM[what])], layout, canonical_rows=True)
+    if what in PACKED:
+        with pytest.raises(ConfigError, match="has pages in a form of their own"):
+            model.geometry()
+    else:
+        round_trip(model)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_canonical_row_is_the_content_that_attention_reads(layout: str) -> None:
+    """Layer by layer, and in each layer head by head or token by token, by vLLM's name for the order."""
+    model = Model([layers(attention()), layers(window(), 2, "a")], layout, canonical_rows=True)
+    canonical, by_heads = model.canonical(), layout.index("H") < layout.index("N")
+    row_layout = RowLayout.of(canonical)
+    rows = np.zeros((4, row_layout.row_stride), np.uint8)
+    handler = HostCopyHandler(canonical, rows, row_layout, Direction.STORE, 1)
+    assert handler.transfer_async(1, (GPULoadStoreSpec([7], [1, 0], [0, 0]), CPULoadStoreSpec([ROW])))
+    handler.shutdown()
+    pages = [model.tensors[f"layer.{index}"][7] for index in range(3)]
+    ordered = [(page if by_heads else page.transpose(0, 1)).contiguous().view(torch.uint8) for page in pages]
+    expected = torch.cat([page.reshape(-1) for page in ordered]).numpy().tobytes()
+    assert rows[ROW, : row_layout.group_bytes[0]].tobytes() == expected
 
 
 def test_a_layer_that_uses_another_s_kv_is_copied_once() -> None:

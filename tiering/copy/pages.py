@@ -26,8 +26,10 @@ class DeviceGroup:
     """Size of a GPU block in bytes."""
     row_stride: int
     """Distance between this rank's bytes of two GPU blocks of a row in bytes."""
-    runs: Runs
-    """Pieces of a staged GPU block that are contiguous in a row too."""
+    row_start: int
+    """Offset of this rank's first byte in a row in bytes."""
+    runs: Runs | None
+    """Pieces of a staged GPU block that are contiguous in a row too; None: the whole block is one."""
     pages: torch.Tensor
     """The pages in the order of a segment, int64 on the device, shape (4, number of pages).
 
@@ -52,8 +54,9 @@ class DeviceGroup:
         words = [[number // word.itemsize for number in numbers] for numbers in (staged, sizes)]
         pages = torch.tensor([addresses, strides, *words], dtype=torch.int64, device=tensors[0].device)
         block_bytes, stride = layout.gpu_block_bytes[group], layout.block_strides[group]
-        runs = _runs(staged, layout.page_offsets[group], sizes)
-        return cls(word, block_bytes, stride, runs, pages, max(words[1]), tuple(tensors))
+        start, *_ = offsets = layout.page_offsets[group]
+        runs = _runs(staged, [offset - start for offset in offsets], sizes)
+        return cls(word, block_bytes, stride, start, runs, pages, max(words[1]), tuple(tensors))
 
 
 class PageKernel(Protocol):
@@ -77,14 +80,16 @@ class Runs(NamedTuple):
     staged: Addresses
     """Offsets in a staged GPU block."""
     row: Addresses
-    """Offsets in a row, for its first GPU block."""
+    """Offsets in a row, from this rank's first byte of the GPU block on."""
     sizes: Addresses
     """Bytes of each piece."""
 
 
-def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Runs:
-    """Join the pages that touch in a row; in the staging buffer all of them do."""
+def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Runs | None:
+    """Join the pages that touch in a row; in the staging buffer all of them do. None: all pages are one run."""
     first = [0, *(i for i in range(1, len(sizes)) if row[i - 1] + sizes[i - 1] != row[i])]
+    if len(first) == 1:
+        return None
     numbers = np.array([staged, row, sizes], np.uint64)
     return Runs(numbers[0, first], numbers[1, first], np.add.reduceat(numbers[2], first))
 
@@ -119,13 +124,14 @@ def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: in
         stride: distance between rows in bytes.
         chunk_rows: number of rows in one registration; no piece crosses the border of two registrations.
     """
-    device = np.arange(len(pages.gpu), dtype=np.uint64) * np.uint64(group.block_bytes)
-    host = (pages.rows * stride + pages.subs * group.row_stride).astype(np.uint64)
-    chunks, runs = pages.rows // chunk_rows, group.runs
-    if (count := len(runs.sizes)) > 1:
-        device, host, chunks = np.repeat(device, count), np.repeat(host, count), np.repeat(chunks, count)
-    staged, row, sizes = (np.tile(numbers, len(pages.gpu)) for numbers in runs)
-    return _merged(device + staged, host + row, sizes, chunks)
+    size, runs, blocks = np.uint64(group.block_bytes), group.runs, len(pages.gpu)
+    device = np.arange(blocks, dtype=np.uint64) * size
+    host = (pages.rows * stride + pages.subs * group.row_stride + group.row_start).astype(np.uint64)
+    chunks = pages.rows // chunk_rows
+    if runs is None:
+        return _merged(device, host, np.full(blocks, size), chunks)
+    device, host = (device[:, None] + runs.staged).ravel(), (host[:, None] + runs.row).ravel()
+    return _merged(device, host, np.tile(runs.sizes, blocks), np.repeat(chunks, len(runs.sizes)))
 
 
 def _merged(device: Addresses, host: Addresses, sizes: Addresses, chunks: NDArray[np.int64]) -> Pieces:

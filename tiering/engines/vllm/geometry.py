@@ -217,11 +217,9 @@ def read_geometry(
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
-    heads = head_shard(vllm_config, kv_cache_config, groups) if canonical else None
-    if heads is not None:
-        segments = heads.shards
-    else:
-        segments = 1 if _all_ranks_alike(vllm_config, kv_cache_config, world_size, context) else world_size
+    alike = _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
+    heads = head_shard(vllm_config, kv_cache_config, groups, alike) if canonical else None
+    segments = heads.shards if heads is not None else 1 if alike else world_size
     factor = blocks_per_chunk(vllm_config.kv_transfer_config.kv_connector_extra_config, engine.block_sizes)
     places, strides = _places(kv_cache_config), _strides(kv_cache_config)
     pages = [_pages(group, places, strides) for _, group in found]

@@ -11,29 +11,38 @@ from typing import Any
 from tiering.api.engine import HeadShard, KVCacheGroup
 from tiering.errors import ConfigError
 
-_KINDS = ("full_attention", "sliding_window", "chunked_local_attention", "mla_attention")
+_KINDS = ("full_attention", "sliding_window", "chunked_local_attention")
 """vLLM's names for the kinds of groups whose pages consist of KV heads."""
+_LATENT = "mla_attention"
+"""vLLM's name for the kind of groups with latent attention, whose pages are one head that all ranks hold."""
 
 
-def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheGroup]) -> HeadShard:
+def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheGroup], alike: bool) -> HeadShard:
     """Return the KV heads that this rank holds of all layers.
 
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's KV-cache configuration.
         groups: the KV-cache groups that are offloaded.
+        alike: True if all ranks hold the same KV, as with latent attention.
 
     Raises:
         ConfigError: rows cannot hold the heads of all ranks in order; the message has the reason.
     """
     parallel = vllm_config.parallel_config
     ranks, total = int(parallel.world_size), int(vllm_config.model_config.get_total_num_kv_heads())
-    order = str(getattr(kv_cache_config, "kv_cache_layout", None) or vllm_config.cache_config.kv_cache_layout)
+    latent = bool(vllm_config.model_config.use_mla)
+    if latent:
+        total = 1
+    named = (getattr(part, "kv_cache_layout", None) for part in (kv_cache_config, vllm_config.cache_config))
+    order = str(next(filter(None, named), None))
     if int(getattr(parallel, "decode_context_parallel_size", 1)) > 1:
         raise _refusal("with decode context parallelism, a rank holds tokens and not heads")
     if ranks != int(parallel.tensor_parallel_size):
         raise _refusal(f"the {ranks} workers are not those of tensor parallelism alone")
-    if total % ranks and ranks % total:
+    if latent and not alike:
+        raise _refusal("not all workers hold the whole latent KV")
+    if total < 1 or (total % ranks and ranks % total):
         raise _refusal(f"{total} KV heads cannot be divided among {ranks} workers")
     if not {"H", "N"} <= set(order):
         raise _refusal(f"vLLM does not name the order of heads and tokens in a page ({order}); use vLLM 0.31 or newer")
@@ -41,7 +50,7 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
     for group in groups:
         spec = kv_cache_config.kv_cache_groups[group.engine_idx].kv_cache_spec
         name = f"the KV-cache group with {group.layer_names[0]}"
-        if group.kind not in _KINDS:
+        if group.kind not in ((_LATENT,) if latent else _KINDS):
             raise _refusal(f"{name} is of the kind {group.kind}, which has no KV heads")
         for layer in spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else (spec,):
             if int(layer.num_kv_heads) != heads:
@@ -50,7 +59,7 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
                 )
             if _is_packed(layer):
                 raise _refusal(f"{name} has pages in a form of their own, such as scales beside each head")
-    if copies > 1 and getattr(vllm_config, "speculative_config", None) is not None:
+    if copies > 1 and not latent and getattr(vllm_config, "speculative_config", None) is not None:
         raise _refusal(f"{total} KV heads are fewer than the {ranks} workers, and the drafts' heads may be others")
     return HeadShard(heads, order.index("H") < order.index("N"), int(parallel.rank) // copies, ranks // copies)
 
