@@ -1,4 +1,4 @@
-"""Servers for tests: those that all tests of a module share, and one for a single test that may break it."""
+"""Servers that all tests of a module share, and one for a single test that may break it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server() -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Start]:
-    """Function that returns the endpoint of a service and a bucket, which all tests of a module share."""
+    """Function that returns a running service and a bucket, which all tests of a module share."""
     with ExitStack() as stack:
 
         @cache

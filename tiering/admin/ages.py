@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 ERA = 4096
-"""Seconds within which tails go before heads; a power of two, so that no bin up to this width spans two eras."""
+"""Seconds within which tails go before heads; a power of two, so that bins end with eras."""
 
 MOST_BINS = 1 << 16
 """Maximum number of bins. Bins become twice as wide when more would be needed."""
 
 
 def _turn(modified: float) -> int:
-    """Return the turn of a block written at ``modified``: eras in order, and the times of an era backwards."""
+    """Return a number by which blocks go: eras in order, and the times of an era backwards."""
     return int(modified) ^ (ERA - 1)
 
 
