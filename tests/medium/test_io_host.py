@@ -659,6 +659,17 @@ def test_lookups_that_run_at_once_are_reported_together(monkeypatch: pytest.Monk
         assert (len(quick), len(slow)) == (1, 1)
 
 
+def test_a_lookup_waits_for_others_until_its_deadline_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_host, "LOOKUP_GATHERING", 600.0)
+    gate, clock = threading.Event(), FakeClock()
+    with running_host(DictStore(), Primary(8), clock=clock) as host:
+        slow = lookup(host, gate.wait)
+        ends_late = lookup(host, lambda: clock.advance(2), expires=clock() + 1)
+        assert polled(host, ends_late)
+        gate.set()
+        assert polled(host, slow)
+
+
 def test_a_lookup_does_not_wait_long_for_one_that_hangs() -> None:
     gate = threading.Event()
     with running_host(DictStore(), Primary(8)) as host:

@@ -387,7 +387,7 @@ class IoHost:
             self._end(done)
 
     def _end_lookup(self, done: _TaskDone) -> None:
-        """Report a lookup together with the others that run, or after :data:`LOOKUP_GATHERING`."""
+        """Report a lookup together with the others that run, or after :data:`LOOKUP_GATHERING` or its deadline."""
         with self._lock:
             self._gathered.append(done)
             self._lookups_ended += 1
@@ -396,7 +396,7 @@ class IoHost:
         if not is_last:
             if not is_first:
                 return
-            self.stopping.wait(LOOKUP_GATHERING)
+            self.stopping.wait(max(0.0, min(LOOKUP_GATHERING, done[0].expires - self._clock())))
         with self._lock:
             gathered, self._gathered = self._gathered, []
         if gathered:
