@@ -12,11 +12,12 @@ comes back with an empty CPU tier (the rows "CPU emptied"). "It spins" is the 4,
 an engine that does not rest for 1 ms after a step without a run of the model, as one inside its caller's process.
 
 CPU is that of all threads of the engine, until nothing is in flight, at most 20 s after the last answer. "Thread" is
-the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after
-the last answer. "Runs" are the steps that ran the model; the other steps wait for an answer. "Copies" are the copies
-between GPU blocks and the CPU tier alone, which differ: ours run in numpy on threads, vLLM's in one native call. A
-round is refused unless all engines give the same answers, all full blocks come back, and disk and bucket then hold each
-block, as their administration lists them. Ratios are medians of those within a round; an interval is a bootstrap's 95%.
+the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after the
+last answer. "Calls" are the engine thread's part in calls of the connector, of which vLLM's copy is one. "Runs" are the
+steps that ran the model; the other steps wait for an answer. "Copies" are the copies between GPU blocks and the CPU
+tier alone, which differ: ours run in numpy on threads, vLLM's in one native call. A round is refused unless all engines
+give the same answers, all full blocks come back, and disk and bucket then hold each block, as their administration
+lists them. Ratios are medians of those within a round; an interval is a bootstrap's 95%.
 """
 
 from __future__ import annotations
@@ -305,6 +306,8 @@ def declare_targets(bench: Bench, costs: Costs) -> None:
         against_theirs = costs.ratio(name, OFFLOADING, "new")
         bench.target(f"{name}: CPU of new small prompts against {OFFLOADING}", against_theirs, against, "max", "x")
         bench.target(f"{name}: engine's thread per new small request", costs.per_request(name), thread, "max", "ms")
+        calls = spread([seconds / SMALL * 1e3 for seconds in costs.values(name, "new", "calls")])
+        bench.target(f"{name}: engine's thread in calls of the connector, per request", calls, thread, "max", "ms")
         bench.target(
             f"{name}: CPU of 4,096 new tokens against none", costs.ratio(name, NONE, "long new"), long, unit="x"
         )
@@ -340,7 +343,7 @@ def tables(bench: Bench, costs: Costs, title: str) -> None:
     for name, parts in costs.rounds[0].items():
         row: list[Cell] = [name, costs.per_token(name, "new", "cpu"), around(costs.ratio(name, NONE, "new"))]
         row += [costs.per_token(name, "new", "thread"), around(costs.per_request(name)) if name != NONE else ""]
-        row.append(median(costs.values(name, "new", "draining")) / SMALL * 1e3)
+        row += [median(costs.values(name, "new", what)) / SMALL * 1e3 for what in ("calls", "draining")]
         row += [median(costs.values(name, "new", what)) for what in ("steps", "runs")]
         row += [costs.per_token(name, "new", "copies"), max(costs.values(name, "new", "tail"))]
         row.append(around(costs.ratio(name, NONE, "long new")) if "long new" in parts else "")
@@ -363,6 +366,7 @@ def tables(bench: Bench, costs: Costs, title: str) -> None:
             "x none",
             "thread us/token",
             "ms per request",
+            "calls ms/request",
             "draining ms/request",
             "steps",
             "runs",

@@ -6,11 +6,13 @@ another checkout, and chooses it before the first import.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -90,6 +92,7 @@ class Answered:
     Attributes:
         cpu: CPU seconds of all threads, from the first request until nothing is in flight.
         thread: CPU seconds of the engine's thread until the last answer.
+        calls: its CPU seconds in calls of the connector, until then.
         draining: its CPU seconds from then on.
         copies: CPU seconds of the copies between GPU blocks and the CPU tier.
         tail: seconds from the last answer until nothing is in flight.
@@ -102,6 +105,7 @@ class Answered:
 
     cpu: float
     thread: float
+    calls: float
     draining: float
     copies: float
     tail: float
@@ -143,6 +147,34 @@ def serve(pipe: Connection, setting: Setting) -> None:
         engine.core.shutdown()
 
 
+class _CallTimes:
+    """The CPU time of calls of connectors. Most of it would vanish in the noise of whole steps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """CPU seconds so far, of the calling thread."""
+        self._inside = False
+
+    def watch(self, connector: Any) -> None:
+        """Measure the calls of all public methods of a connector from now on."""
+        for name in dir(type(connector)):
+            if not name.startswith("_") and inspect.isfunction(getattr(type(connector), name)):
+                setattr(connector, name, self._timed(getattr(connector, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if self._inside:
+                return method(*arguments, **named)
+            self._inside, began = True, time.thread_time()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.seconds += time.thread_time() - began
+                self._inside = False
+
+        return timed
+
+
 class _Engine:
     """A vLLM engine that is stepped by hand, as its core's loop does it."""
 
@@ -154,6 +186,9 @@ class _Engine:
         self._copies = copies
         self._connectors = [] if self.core.scheduler.connector is None else [self.core.scheduler.connector, worker()]
         """Both sides of the connector, which rests by itself in an engine inside its caller's process."""
+        self._calls = _CallTimes()
+        for connector in self._connectors:
+            self._calls.watch(connector)
         self._names = 0
         self._ran = True
         self._runs = 0
@@ -180,7 +215,7 @@ class _Engine:
         steps, self._runs, self._pauses = 0, 0, load.pauses
         for connector in self._connectors:
             connector._in_process = not load.pauses
-        copies, cpu, thread = self._copy_seconds(), time.process_time(), time.thread_time()
+        copies, calls, cpu, thread = self._copy_seconds(), self._calls.seconds, time.process_time(), time.thread_time()
         while len(ended) < len(waiting):
             while len(arrived) < len(waiting) and len(arrived) - len(ended) < load.at_once:
                 self._names += 1
@@ -194,7 +229,7 @@ class _Engine:
                 if output.finished:
                     ended[output.request_id] = output
             steps += 1
-        runs = self._runs
+        runs, calls = self._runs, self._calls.seconds - calls
         thread, draining, began = time.thread_time() - thread, time.thread_time(), time.perf_counter()
         while self.core.scheduler.has_requests():
             self._step()
@@ -203,6 +238,7 @@ class _Engine:
         return Answered(
             cpu=time.process_time() - cpu,
             thread=thread,
+            calls=calls,
             draining=time.thread_time() - draining,
             copies=self._copy_seconds() - copies,
             tail=time.perf_counter() - began,

@@ -105,7 +105,7 @@ def test_the_interval_of_a_median_is_within_the_rounds_and_the_same_again() -> N
 
 
 def answered(cached: int, answer: int = 7) -> Answered:
-    return Answered(1.0, 1.0, 0.0, 0.0, 0.0, 1, 1, [0.1], [cached], [[answer]])
+    return Answered(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, 1, [0.1], [cached], [[answer]])
 
 
 @pytest.mark.parametrize(
