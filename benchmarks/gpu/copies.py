@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.checks import Check, NotHereError, require
 from benchmarks.gpu.machine import Machine
 from tests.copy import kv
-from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
+from tiering.api.engine import CanonicalKVCaches, HeadShard, KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy.batch import BatchCopy
 from tiering.copy.canonical import canonicalize
@@ -61,10 +61,10 @@ class Copies:
 
 @contextmanager
 def copies_of(
-    machine: Machine, cache: CanonicalKVCaches, num_rows: int, batch: BatchCopy | None, factor: int = 1
+    machine: Machine, cache: CanonicalKVCaches, num_rows: int, batch: BatchCopy | None, rows: RowLayout | None = None
 ) -> Iterator[Copies]:
-    """Build handlers, and shut them down in the end."""
-    layout = RowLayout.of(cache, factor)
+    """Build handlers for plain rows of one rank, or for ``rows``, and shut them down in the end."""
+    layout = rows or RowLayout.of(cache)
     region = SharedRegion.create(num_rows, layout.row_bytes)
     pinned = PinnedRows(region.array, machine.api)
     with machine.watched():
@@ -171,9 +171,10 @@ def layouts(machine: Machine) -> str:
             for factor in (1, 2):
                 tensors = {layer: tensor.to(machine.device) for layer, tensor in _moved(make(), machine).items()}
                 cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
-                compared += _round_trip(machine, cache, batch, factor, name)
+                compared += _round_trip(machine, cache, batch, RowLayout.of(cache, factor), name)
     for batch in ways(machine).values():
-        compared += _round_trip(machine, layered(machine, 8, 32 << 10, 3), batch, 1, "large pages")
+        cache = layered(machine, 8, 32 << 10, 3)
+        compared += _round_trip(machine, cache, batch, RowLayout.of(cache), "large pages")
     return f"{compared} blocks, {len(kv.LAYOUTS) + 1} layouts, {' and '.join(ways(machine))}"
 
 
@@ -190,12 +191,12 @@ def _moved(tensors: Mapping[str, torch.Tensor], machine: Machine) -> dict[str, t
     return moved
 
 
-def _round_trip(machine: Machine, cache: CanonicalKVCaches, batch: BatchCopy | None, factor: int, name: str) -> int:
+def _round_trip(machine: Machine, cache: CanonicalKVCaches, batch: BatchCopy | None, rows: RowLayout, name: str) -> int:
     num_blocks = int(cache.tensors[0].tensor.shape[0])
     expected = [tensor.tensor.clone() for tensor in cache.tensors]
-    with copies_of(machine, cache, num_blocks, batch, factor) as copies:
+    with copies_of(machine, cache, num_blocks, batch, rows) as copies:
         blocks = np.random.default_rng(0).permutation(num_blocks)
-        gpu, cpu = spec(blocks, np.arange(num_blocks // factor)[::-1])
+        gpu, cpu = spec(blocks, np.arange(num_blocks // rows.block_size_factor)[::-1])
         copies.run(copies.store, 1, (gpu, cpu))
         for refs in cache.group_data_refs:
             for ref in refs:
@@ -205,6 +206,30 @@ def _round_trip(machine: Machine, cache: CanonicalKVCaches, batch: BatchCopy | N
     same = all(torch.equal(a.tensor, b) for a, b in zip(cache.tensors, expected, strict=True))
     require(same, f"{name}: bytes differ after a round trip")
     return num_blocks
+
+
+def canonical_rows(machine: Machine) -> str:
+    """Compare every byte of one of 1, 2 and 4 ranks, and measure both directions beside plain rows."""
+    lines, names = [], tuple(f"l{layer}" for layer in range(machine.sized(LAYERS, 2)))
+    blocks = machine.sized(JOB_BLOCKS, 4)
+    for ranks, outside in ((1, True), (2, True), (4, True), (2, False)):
+        heads = 8 // ranks
+        shape = (4 * blocks, heads, 16, 256) if outside else (4 * blocks, 16, heads, 256)
+        pages = {name: torch.randint(1 << 15, shape, dtype=torch.int16, device=machine.device) for name in names}
+        layers = pages if outside else {name: page.transpose(1, 2) for name, page in pages.items()}
+        rates = {}
+        for name, shard in (("plain", None), ("canonical", HeadShard(heads, outside, ranks - 1, ranks))):
+            cache = canonicalize(layers, [KVCacheGroup(names, 16)], 4 * blocks, shard)
+            rows = RowLayout.of(cache, 1, ranks - 1, ranks)
+            _round_trip(machine, cache, machine.batch, rows, f"{name} rows of {ranks} rank(s)")
+            with copies_of(machine, cache, 3 * blocks, machine.batch, rows) as copies:
+                rates[name] = [_rate(machine, copies, handler)[0] / ranks for handler in (copies.store, copies.load)]
+        shares = [canonical / plain for canonical, plain in zip(rates["canonical"], rates["plain"], strict=True)]
+        order = "heads" if outside else "tokens"
+        lines.append(
+            f"{ranks} rank(s), {order} outside: stores {shares[0]:.2f} and loads {shares[1]:.2f} of plain rows"
+        )
+    return "\n          ".join(lines)
 
 
 def order(machine: Machine) -> str:
@@ -390,6 +415,7 @@ CHECKS = (
     Check("order", "a store sees what was queued before it, and what comes after a load sees the load", order),
     Check("memory", "copies reserve no more device memory after the start", memory),
     Check("offsets", "blocks beyond 2 GiB of an allocation go to their place", far_offsets),
+    Check("canonical", "canonical rows come back bit for bit; their rates beside those of plain rows", canonical_rows),
     Check("rates", "copies reach their goals beside a bare pinned copy", rates),
 )
 """The checks of copies, the cheapest first."""
