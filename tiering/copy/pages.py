@@ -86,7 +86,7 @@ class Runs(NamedTuple):
 
 
 def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Runs | None:
-    """Join the pages that touch in a row; in the staging buffer all of them do. None: all pages are one run."""
+    """Join the pages that touch in a row, as all do in the staging buffer; return None for a single run."""
     first = [0, *(i for i in range(1, len(sizes)) if row[i - 1] + sizes[i - 1] != row[i])]
     if len(first) == 1:
         return None

@@ -14,7 +14,7 @@ from tiering.errors import ConfigError
 _KINDS = ("full_attention", "sliding_window", "chunked_local_attention")
 """vLLM's names for the kinds of groups whose pages consist of KV heads."""
 _LATENT = "mla_attention"
-"""vLLM's name for the kind of groups with latent attention, whose pages are one head that all ranks hold."""
+"""vLLM's name for the kind of groups with latent attention: pages of one head, which all ranks hold."""
 
 
 def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheGroup], alike: bool) -> HeadShard:
