@@ -201,6 +201,11 @@ def test_a_malformed_reference_is_refused() -> None:
          "raise max_total or lower max_size"),
         ({"primary": PRIMARY, "mode": "simple", "layout": "canonical"}, "layout: has no meaning in mode simple"),
         ({"primary": PRIMARY, "layout": "NHD"}, "layout: 'NHD' is not allowed: it should be 'plain' or 'canonical'"),
+        (
+            {"primary": PRIMARY, "mode": "simple", "report_cached": True},
+            "report_cached: has no meaning in mode simple; leave it out",
+        ),
+        ({"primary": PRIMARY, "report_cached": 2}, "report_cached: "),
         ({"primary": PRIMARY, "mode": "simple", "explain": {}}, "explain: has no meaning in mode simple; leave it out"),
         ({"primary": PRIMARY, "explain": {"blocks": 7}}, "explain.blocks: 7 is not allowed"),
         ({"primary": PRIMARY, "explain": {"socket": "/run/" + "s" * 103}},
