@@ -1,9 +1,9 @@
 """Stacks in the configuration of vLLM or SGLang, whose file takes the place of a stack file.
 
 vLLM's ``kv_transfer_config`` stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of
-``vllm serve --config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a dictionary for
-:mod:`tiering.engines.vllm_tier`. SGLang's dictionary is that of ``--hicache-storage-backend-extra-config``, alone or
-under that name in the file of ``--config``.
+``vllm serve --config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a
+dictionary for :mod:`tiering.engines.vllm_tier`. SGLang's dictionary is that of
+``--hicache-storage-backend-extra-config``, alone or under that name in the file of ``--config``.
 """
 
 from __future__ import annotations
