@@ -7,11 +7,12 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
-from benchmarks import bench_cuda
+from benchmarks import bench_cuda, bench_mlperf_kv
 from benchmarks.__main__ import found, main
 from benchmarks.harness import (
     Bench,
@@ -213,3 +214,44 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(
     assert f"Did not run to the end: {first}" in printed.err
     assert "reached" in printed.out
     assert {path.name for path in tmp_path.iterdir()} == {f"{second}.quick.json"}
+
+
+def test_the_workload_of_mlperf_keeps_the_published_ranges_and_reads_what_a_conversation_has_written() -> None:
+    turns = bench_mlperf_kv.workload(users=12, turns=400, seed=1)
+    assert turns == bench_mlperf_kv.workload(users=12, turns=400, seed=1)
+    assert turns != bench_mlperf_kv.workload(users=12, turns=400, seed=2)
+    ranges = bench_mlperf_kv.TEMPLATES.values()
+    assert min(low for (low, _), _ in ranges) // 4 <= min(turn.tokens for turn in turns)
+    assert max(turn.tokens for turn in turns) <= max(high for (_, high), _ in ranges)
+    lengths = {len(turn.earlier) for turn in turns}
+    assert {0, 1, 2, 3} <= lengths
+    assert sum(not turn.earlier for turn in turns[12:]) == pytest.approx(0.2 * 388, rel=0.35)
+    written = {turn.key: turn.tokens for turn in turns}
+    assert all(written[key] == tokens for turn in turns for key, tokens in turn.earlier)
+
+
+def test_a_cache_that_returns_other_bytes_ends_the_benchmark_of_mlperfs_workload(tmp_path: Path) -> None:
+    class Wrong(bench_mlperf_kv.OwnTiers):
+        def load(self, key: str, into: Any) -> int:
+            count = super().load(key, into)
+            into[-1] ^= 1
+            return count
+
+    turns = bench_mlperf_kv.workload(users=1, turns=3, seed=1, scale=50)
+    data = bench_mlperf_kv.Data(bench_mlperf_kv.TINY, max(turn.tokens for turn in turns))
+    with pytest.raises(RuntimeError, match="other bytes"):
+        bench_mlperf_kv.play(Wrong(tmp_path / "wrong", 1 << 24, 1 << 24), turns, data)
+    sample = bench_mlperf_kv.play(bench_mlperf_kv.OwnTiers(tmp_path / "right", 1 << 24, 1 << 24), turns, data)
+    assert sample.extra["share of tokens found"] == 1
+
+
+def test_mlperfs_own_tiers_move_the_oldest_turns_to_files_and_drop_them_beyond_the_capacity(tmp_path: Path) -> None:
+    cache = bench_mlperf_kv.OwnTiers(tmp_path / "files", memory=100, disk=120)
+    turns = {f"turn_{number}": np.full(40, number, np.uint8) for number in range(6)}
+    for key, kv in turns.items():
+        cache.store(key, kv)
+    into = np.zeros(40, np.uint8)
+    assert [cache.load(key, into) for key in turns] == [0, 40, 40, 40, 40, 40]
+    assert sorted(path.stem for path in (tmp_path / "files").iterdir()) == ["turn_1", "turn_2", "turn_3"]
+    assert cache.load("turn_5", into) == 40
+    assert (into == 5).all()
