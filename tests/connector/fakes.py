@@ -309,7 +309,15 @@ class FakeManager(OffloadingManager):
     def promote_early(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.early.append((list(keys), req_context.req_id))
 
-    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        tenant: bytes,
+        bytes_per_second: float,
+        after: float = 0.0,
+        *,
+        has_holes: bool = False,
+    ) -> None:
         self.prefetched.append((list(keys), bytes_per_second, after))
 
     def count_sources(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:

@@ -51,7 +51,6 @@ def test_early_promotions_take_half_of_the_rows_of_promotions_and_the_rest_later
     end_loads(rig, tier)
     rig.step()
     assert loading(tier) == [], "the first four are reserved"
-    assert rig.manager.has_pending_work()
     match = rig.manager.match_prefix(KEYS[:12], rig.ctx)
     assert (match.hits, match.pending) == (8, True), "a lookup has all rows of promotions"
 
@@ -74,6 +73,7 @@ def test_a_tier_that_is_undecided_is_looked_up_again() -> None:
     rig.step()
     assert loading(tier) == []
     tier.unknown, tier.held = set(), set(KEYS[:4])
+    rig.clock.advance(early.UNDECIDED_PAUSE)
     rig.step()
     assert loading(tier) == KEYS[:4]
 
@@ -136,7 +136,8 @@ def test_a_prefetch_brings_what_a_slower_tier_holds_and_reserves_nothing() -> No
     assert [key for key in KEYS if key in rig.primary.readable] == KEYS[:4]
     assert (rig.stat("rows_reserved"), rig.stat("blocks_prefetched")) == (0, 4)
     assert not rig.manager.has_pending_work()
-    assert [argument for call, argument in tier.log if call == "on_request_finished"] == ["kv_tiering prefetch 1"]
+    (ended,) = (argument for call, argument in tier.log if call == "on_request_finished")
+    assert str(ended).startswith("kv_tiering prefetch ")
 
 
 def test_a_prefetch_may_be_larger_than_the_rows_of_early_promotions() -> None:
@@ -158,6 +159,96 @@ def test_a_prefetch_goes_on_behind_blocks_that_another_request_loads() -> None:
     rig.manager.prefetch(KEYS[:6], b"", 100.0 * ROW)
     rig.step()
     assert loading(tier) == KEYS[:6]
+
+
+def test_an_engine_without_requests_steps_for_a_prefetch_only_while_it_begins_something() -> None:
+    rig, tier = rig_of([])
+    tier.unknown = set(KEYS)
+    rig.manager.prefetch(KEYS[:8], b"", 100.0 * ROW)
+    rig.step()
+    assert rig.manager.has_pending_work()
+    rig.clock.advance(early.AWAKE_SECONDS)
+    rig.step()
+    assert not rig.manager.has_pending_work()
+    tier.unknown, tier.held = set(), set(KEYS[:8])
+    rig.clock.advance(1.0)
+    rig.step()
+    assert loading(tier) == KEYS[:4], "the steps of other requests let it go on"
+    rig.clock.advance(early.AWAKE_SECONDS)
+    assert rig.manager.has_pending_work(), "a load is in flight"
+    end_loads(rig, tier)
+    assert loading(tier) == KEYS[4:8]
+
+
+def test_a_slow_bound_keeps_no_engine_awake() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    rig.manager.prefetch(KEYS[:4], b"", 0.1 * ROW)
+    rig.step()
+    assert loading(tier) == KEYS[:1]
+    end_loads(rig, tier)
+    rig.clock.advance(early.AWAKE_SECONDS)
+    assert not rig.manager.has_pending_work()
+
+
+def test_an_undecided_tier_is_asked_less_and_less_often() -> None:
+    rig, tier = rig_of([])
+    tier.unknown = set(KEYS)
+    rig.manager.promote_early(KEYS[:8], rig.ctx)
+    rig.manager.prefetch(KEYS[:8], b"", 100.0 * ROW)
+    for _ in range(200):
+        rig.step()
+        rig.clock.advance(0.01)
+    assert 8 <= len(tier.asked) <= 16
+    tier.unknown, tier.held = set(), set(KEYS[:8])
+    rig.clock.advance(1.0)
+    rig.step()
+    assert loading(tier)
+
+
+def test_the_blocks_of_a_session_are_brought_behind_those_that_no_tier_holds() -> None:
+    held = [KEYS[1], KEYS[2], KEYS[5]]
+    for has_holes, brought in ((False, []), (True, held)):
+        rig, tier = rig_of(held)
+        rig.manager.prefetch(KEYS[:8], b"", 100.0 * ROW, has_holes=has_holes)
+        rig.step()
+        assert loading(tier) == brought
+        end_loads(rig, tier)
+        rig.step()
+        assert not rig.manager._early.waiting
+
+
+def test_one_look_passes_over_a_bounded_number_of_missing_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "HOLES_PER_LOOK", 4)
+    rig, tier = rig_of(KEYS[10:12])
+    rig.manager.prefetch(KEYS[:12], b"", 100.0 * ROW, has_holes=True)
+    rig.step()
+    assert (loading(tier), len(tier.asked)) == ([], 4)
+    rig.step()
+    rig.step()
+    assert loading(tier) == KEYS[10:12]
+
+
+def test_blocks_that_others_load_are_no_prefetched_ones_and_cost_no_credit() -> None:
+    rig, tier = rig_of(KEYS[:8], rows=32)
+    rig.manager.match_prefix(KEYS[:4], rig.ctx)
+    rig.step()
+    rig.manager.prefetch(KEYS[:8], b"", 4.0 * ROW)
+    for _ in range(3):
+        rig.step()
+        end_loads(rig, tier)
+    assert rig.stat("blocks_prefetched") == 4
+    assert set(KEYS[:8]) <= set(rig.primary.readable)
+
+
+def test_no_request_of_a_client_has_the_id_of_a_prefetch() -> None:
+    rig, tier = rig_of(KEYS[:4])
+    named = [rig.request(f"kv_tiering prefetch {number}") for number in range(4)]
+    for _ in range(3):
+        rig.manager.prefetch(KEYS[:4], b"", 100.0 * ROW)
+    rig.step()
+    end_loads(rig, tier)
+    assert [rig.manager.match_prefix(KEYS[:4], ctx).hits for ctx in named] == [4] * 4
+    assert rig.manager._known.keys() >= {ctx.req_id for ctx in named}
 
 
 def test_a_prefetch_larger_than_the_cpu_tier_brings_each_block_once() -> None:

@@ -366,14 +366,23 @@ class OffloadingManager(ABC):
             req_context: the request; what was not begun when it ends is dropped.
         """
 
-    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
-        """Begin to promote what slower tiers hold of a prefix, for no request; the default does nothing.
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        tenant: bytes,
+        bytes_per_second: float,
+        after: float = 0.0,
+        *,
+        has_holes: bool = False,
+    ) -> None:
+        """Begin to promote what slower tiers hold of some blocks, for no request; the default does nothing.
 
         Args:
-            keys: the keys in the order of the prefix.
+            keys: the keys, in the order of a prefix.
             tenant: digest of the cache salt, whose prefetches the bound counts together.
             bytes_per_second: bytes per second that a tenant may prefetch.
             after: seconds until it begins, at the end of a step; default 0.
+            has_holes: True to go on behind a block that no tier holds, as for the blocks of a session; default False.
         """
 
     @property

@@ -224,7 +224,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         for session in hints.prefetched if state.policy.tiers is None else ():
             chains = own if session is None else [self._blocks_of(session)]
             for keys in filter(None, chains):
-                self.manager.prefetch(keys, hints.tenant, bounds.prefetch)
+                self.manager.prefetch(keys, hints.tenant, bounds.prefetch, has_holes=session is not None)
         if self._spec.promotes_waiting:
             for keys in filter(None, own):
                 self.manager.promote_early(keys, state.ctx)
@@ -522,7 +522,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
                 kept.append(bounds.kept(action, keys))
             if may_prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
                 after = PREFETCH_AT * action.seconds
-                self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after)
+                self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after, has_holes=True)
         return kept
 
     def _blocks_of(self, session: SessionId) -> list[OffloadKey]:

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from secrets import token_hex
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -39,6 +40,15 @@ PATIENCE = 30.0
 LOOKS_PER_STEP = 8
 """Largest number of waiting requests and prefetches that the end of a step looks at."""
 
+HOLES_PER_LOOK = 16
+"""Largest number of missing blocks that one look at the blocks of a session passes over."""
+
+AWAKE_SECONDS = 1.0
+"""Time for which an engine without requests steps on after a prefetch has begun something."""
+
+UNDECIDED_PAUSE = 0.05
+"""Shortest time in seconds until a tier that was undecided is asked again; doubled each time, up to a second."""
+
 
 @dataclass(slots=True, eq=False)
 class _Early:
@@ -53,8 +63,14 @@ class _Early:
     """Blocks per second that the tenant may prefetch."""
     until: float = 0.0
     """Time after which a prefetch begins nothing more."""
+    has_holes: bool = False
+    """True if blocks behind a missing one are of use, as those of a session; False for a prompt."""
     complete: bool = False
     """True once nothing is left to begin."""
+    look_at: float = 0.0
+    """Time before which nothing is begun, because a tier was undecided."""
+    pause: float = UNDECIDED_PAUSE
+    """Seconds until an undecided tier is asked again."""
 
 
 class EarlyPromotions:
@@ -91,8 +107,16 @@ class EarlyPromotions:
         self._prefetches: Counter[bytes] = Counter()
         """Number of prefetches of each tenant."""
         self._number = count(1)
-        self._later: list[tuple[float, int, Sequence[OffloadKey], bytes, float]] = []
+        self._prefix = f"kv_tiering prefetch {token_hex(8)}"
+        """First part of the ids of prefetches, which no client knows: each id is that of no other request."""
+        self._awake_until = -math.inf
+        self._later: list[tuple[float, int, Sequence[OffloadKey], bytes, float, bool]] = []
         """A heap of prefetches that begin later, by their time."""
+
+    @property
+    def steps_idle(self) -> bool:
+        """True if an engine without requests should step for prefetches that have begun something a moment ago."""
+        return bool(self._prefetches) and self._clock() < self._awake_until
 
     @property
     def next_due(self) -> float:
@@ -104,40 +128,51 @@ class EarlyPromotions:
         if len(self.waiting) < MOST_WAITING:
             request.is_early = True
             early = _Early(request, keys)
-            if not self._begin(early, len(keys)):
+            if not self._begin(early, len(keys), self._clock())[1]:
                 self.waiting.append(early)
 
-    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, per_second: float, after: float = 0.0) -> None:
-        """Promote what the tiers hold of a prefix, for no request.
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        tenant: bytes,
+        per_second: float,
+        after: float = 0.0,
+        *,
+        has_holes: bool = False,
+    ) -> None:
+        """Promote what the tiers hold of a prefix, or of the blocks of a session, for no request.
 
         Args:
-            keys: the prefix.
+            keys: the blocks.
             tenant: whose bound it counts against.
             per_second: blocks per second that a tenant may prefetch.
             after: seconds until it begins, at the end of a step; default 0.
+            has_holes: True to go on behind a block that no tier holds; default False.
         """
         if after:
             if len(self._later) < MOST_WAITING:
-                later = (self._clock() + after, next(self._number), keys, tenant, per_second)
+                later = (self._clock() + after, next(self._number), keys, tenant, per_second, has_holes)
                 heapq.heappush(self._later, later)
             return
         if len(self.waiting) >= MOST_WAITING or self._prefetches[tenant] >= MOST_PREFETCHES:
             return
-        request = self._requests.begin(ReqContext(f"kv_tiering prefetch {next(self._number)}"))
+        request = self._requests.begin(ReqContext(f"{self._prefix} {next(self._number)}"))
         self._prefetches[tenant] += 1
-        self.waiting.append(_Early(request, keys, tenant, per_second, self._clock() + PATIENCE))
+        now = self._clock()
+        self._awake_until = now + AWAKE_SECONDS
+        self.waiting.append(_Early(request, keys, tenant, per_second, now + PATIENCE, has_holes))
 
     def step(self) -> None:
         """Begin the prefetches that are due, and look at the next requests and prefetches in turn."""
         now = self._clock()
         while self._later and self._later[0][0] <= now:
-            _, _, keys, owner, per_second = heapq.heappop(self._later)
-            self.prefetch(keys, owner, per_second)
+            _, _, keys, owner, per_second, has_holes = heapq.heappop(self._later)
+            self.prefetch(keys, owner, per_second, has_holes=has_holes)
         for _ in range(min(LOOKS_PER_STEP, len(self.waiting))):
             early = self.waiting.popleft()
             tenant, request = early.tenant, early.request
             if tenant is None:
-                if request.is_early and not request.finished and not self._begin(early, len(early.keys)):
+                if request.is_early and not request.finished and not self._begin(early, len(early.keys), now)[1]:
                     self.waiting.append(early)
                 continue
             self._promotions.unreserve(request)  # a prefetch loads nothing
@@ -164,22 +199,30 @@ class EarlyPromotions:
         rate = early.per_second
         credit, since = self._credit.pop(tenant, (max(1.0, rate), now))
         credit = min(max(1.0, rate), credit + (now - since) * rate)
-        before, complete = len(early.request.asked), False
-        if credit >= 1.0:
-            complete = self._begin(early, int(credit))
-            promoted = len(early.request.asked) - before
-            credit -= promoted
-            self._stats.blocks_prefetched += promoted
+        complete = False
+        for _ in range(HOLES_PER_LOOK):
+            if credit < 1.0:
+                break
+            begun, complete = self._begin(early, int(credit), now)
+            if begun:
+                credit -= begun
+                self._stats.blocks_prefetched += begun
+                self._awake_until = now + AWAKE_SECONDS
+            if not complete or not early.has_holes or len(early.keys) < 2:
+                break
+            early.keys, complete = early.keys[1:], False
         self._credit[tenant] = credit, now
         if len(self._credit) > MOST_TENANTS:
             self._credit.popitem(last=False)
         return complete
 
-    def _begin(self, early: _Early, most: int) -> bool:
-        """Promote up to ``most`` blocks; return True if nothing is left for the next steps."""
-        if self._promotions.waiters.waits:
-            return False
-        begun, complete = self._search.begin(early.request, early.keys, most)
+    def _begin(self, early: _Early, most: int, now: float) -> tuple[int, bool]:
+        """Promote up to ``most`` blocks; return their number, and True if nothing is left for the next steps."""
+        if self._promotions.waiters.waits or now < early.look_at:
+            return 0, False
+        match = self._search.begin(early.request, early.keys, most)
+        if match.is_undecided:
+            early.look_at, early.pause = now + early.pause, min(1.0, 2.0 * early.pause)
         if early.tenant is not None:
-            early.keys = early.keys[begun:]
-        return complete
+            early.keys = early.keys[match.hits :]
+        return match.begun, match.is_complete

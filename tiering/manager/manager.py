@@ -516,13 +516,21 @@ class TieringOffloadingManager(MissFacts):
             self._rest.until = None
             self._early.add(request, keys)
 
-    def prefetch(self, keys: Sequence[OffloadKey], tenant: bytes, bytes_per_second: float, after: float = 0.0) -> None:
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        tenant: bytes,
+        bytes_per_second: float,
+        after: float = 0.0,
+        *,
+        has_holes: bool = False,
+    ) -> None:
         if get_ident() != self._owner.ident:
             self._owner.claim()
         if self._states:
             self._rest.until = None
             row_bytes = (self.primary_tier.get_kv_memoryview().shape or (0, 1))[1]
-            self._early.prefetch(keys, tenant, bytes_per_second / row_bytes, after)
+            self._early.prefetch(keys, tenant, bytes_per_second / row_bytes, after, has_holes=has_holes)
 
     def _close_if_done(self, request: Request) -> bool:
         """Close a finished request, unless its blocks are still being stored; return True if it is closed."""
@@ -626,7 +634,7 @@ class TieringOffloadingManager(MissFacts):
         """
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        if self._early.waiting or (self._warm is not None and self._warm.steps_idle):
+        if self._early.steps_idle or (self._warm is not None and self._warm.steps_idle):
             return True
         return self._promotions.queued or self._jobs.expected() or self._jobs.queued_in_time
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,23 @@ class _Walk:
     """True if the request waits for primary rows, or its early promotions go on in a later step."""
     is_early: bool = False
     """True if the request does not wait for the answer: it is not looked up yet."""
+    begun: int = 0
+    """Blocks whose early promotion this search has begun."""
+    is_undecided: bool = False
+    """True if an early search ended because a tier is undecided."""
+
+
+class EarlyMatch(NamedTuple):
+    """What an early search has found and begun."""
+
+    hits: int
+    """Leading blocks that are held or in flight."""
+    begun: int
+    """Those whose promotion this search has begun."""
+    is_complete: bool
+    """True if nothing is left to begin: the next block is missing, or there is none."""
+    is_undecided: bool
+    """True if a tier is undecided, so that the same search soon would find the same."""
 
 
 class PrefixSearch:
@@ -109,17 +127,13 @@ class PrefixSearch:
             if not walk.waits and request in self._waits:
                 self._waiters.settle(request, keys)
 
-    def begin(self, request: Request, keys: Sequence[OffloadKey], most: int) -> tuple[int, bool]:
+    def begin(self, request: Request, keys: Sequence[OffloadKey], most: int) -> EarlyMatch:
         """Promote what the tiers hold of a prefix, for a request that is not looked up yet.
 
         Args:
             request: the request.
             keys: blocks of a prompt, in their order.
             most: largest number of blocks to look at beyond the leading ones that the CPU tier holds.
-
-        Returns:
-            The number of leading blocks that are held or in flight, and True if nothing is left: the next one is
-                missing, or there is none.
         """
         position = self._readable.leading(keys)
         seen = keys if most >= len(keys) - position else keys[: position + most]
@@ -129,7 +143,8 @@ class PrefixSearch:
         finally:
             for rows in walk.pinned:
                 self._primary.unpin(rows)
-        return end, not walk.waits and (end < len(seen) or len(seen) == len(keys))
+        is_complete = not walk.waits and (end < len(seen) or len(seen) == len(keys))
+        return EarlyMatch(end, walk.begun, is_complete, walk.is_undecided)
 
     def held(self, request: Request, keys: Sequence[OffloadKey]) -> PrefixMatch:
         """Return how many leading ``keys`` are held or in flight, without a promotion.
@@ -177,7 +192,7 @@ class PrefixSearch:
                 if walk.waits:
                     return PrefixMatch(position + promoted, True)
                 if walk.is_early and patience:
-                    walk.waits = True
+                    walk.waits = walk.is_undecided = True
                     break
                 if patience and request.wait_undecided(self._clock(), patience):
                     return PrefixMatch(position, True)
@@ -233,6 +248,7 @@ class PrefixSearch:
                 self._pin_head(walk, position)
                 if walk.is_early:
                     promoted, walk.waits = self._promotions.start_early(state, request, keys)
+                    walk.begun += promoted
                 else:
                     promoted, walk.waits = self._promotions.start(state, request, keys, position)
                 return promoted, 0.0
