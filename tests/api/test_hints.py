@@ -82,9 +82,9 @@ def test_a_prefetch_is_of_the_prompt_or_of_another_session() -> None:
 
 def test_the_bounds_of_the_stack_limit_what_is_kept() -> None:
     bounds = HintBounds(retain=0.25, pin=0.125, longest=60.0)
-    assert bounds.kept(KeepAction("retain", None, 1e9), [b"key"])[1:] == (60.0, 0.25, False)
-    assert bounds.kept(KeepAction("pin", None, 5.0), [b"key"])[1:] == (5.0, 0.125, True)
-    assert bounds.kept(KeepAction("expect", None, 5.0), [b"key"])[1:] == (10.0, 0.25, False)
+    assert bounds.kept(KeepAction("retain", None, 1e9), [b"key"], b"t")[1:] == (60.0, 0.25, False, b"t")
+    assert bounds.kept(KeepAction("pin", None, 5.0), [b"key"], b"t")[1:] == (5.0, 0.125, True, b"t")
+    assert bounds.kept(KeepAction("expect", None, 5.0), [b"key"], b"t")[1:] == (7.5, 0.25, False, b"t")
 
 
 def test_an_action_has_an_effect_only_if_its_bound_allows_it() -> None:

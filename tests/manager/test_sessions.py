@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.connector.fakes import FakeRequest, finished, make_scheduler, run_prompt
-from tiering.api.hints import KeptBlocks
+from tiering.api.hints import KeptBlocks, tenant_of
 from tiering.manager.sessions import MOST_SHARERS, Sessions
 from tiering.testing.keys import keys_of
 
@@ -165,7 +165,7 @@ def test_a_request_retains_all_its_blocks_and_needs_no_session() -> None:
     scheduler, manager = make_scheduler()
     request = ask("one", None, [*range(16)], {"action_type": "retain", "payload": {"seconds": 5}})
     run(scheduler, request, [1, 2, 3, 4], found=8)
-    assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.25)]
+    assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.25, tenant=tenant_of(None))]
 
 
 def test_a_request_retains_the_blocks_that_another_session_has_computed() -> None:
@@ -174,7 +174,7 @@ def test_a_request_retains_the_blocks_that_another_session_has_computed() -> Non
     run(scheduler, first, [1, 2, 3, 4], found=8)
     others = [{"action_type": "expect", "payload": {"seconds": 5, "session_id": name}} for name in ("s", "nobody")]
     run(scheduler, ask("two", "t", [90, 91, 92, 93], *others), [9])
-    assert manager.kept == [KeptBlocks(first.keys()[2:], 10.0, 0.25)]
+    assert manager.kept == [KeptBlocks(first.keys()[2:], 7.5, 0.25, tenant=tenant_of(None))]
 
 
 def test_a_session_of_another_salt_is_another_session() -> None:
@@ -191,7 +191,7 @@ def test_a_pin_has_no_effect_unless_the_stack_gives_it_a_share() -> None:
         scheduler, manager = make_scheduler(hints={"pin": pin})
         request = ask("one", None, [*range(8)], {"action_type": "pin", "payload": {"seconds": 5}})
         run(scheduler, request, [1, 2])
-        assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.125, True)] * kept
+        assert manager.kept == [KeptBlocks(request.keys(), 5.0, 0.125, True, tenant_of(None))] * kept
         assert scheduler.get_stats()["connector"]["hints_unknown"] == 1 - kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
 from tiering.api.hints import NO_HINTS, HintBounds
 from tiering.config.stack_file import load_stack
-from tiering.replay.hints import TraceHints
+from tiering.replay.hints import LIE_SECONDS, TraceHints
 from tiering.replay.model import ReplayModel
 from tiering.replay.replay import Replay
 from tiering.replay.trace import TraceRequest
@@ -68,6 +68,28 @@ def test_a_share_of_the_sessions_sends_hints() -> None:
     assert [half.of(number) for number in range(800)] == [read(trace, 0.5).of(number) for number in range(800)]
     assert not any(half.of(number).released for number in range(400))
     assert all(read(trace, 0.0).of(number) is NO_HINTS for number in range(800))
+
+
+def test_hints_that_lie_release_what_goes_on_and_expect_what_is_over() -> None:
+    bounds = HintBounds(blocks=8, retain=0.5)
+    honest, lying = TraceHints(1.0, BLOCK_TOKENS, bounds), TraceHints(1.0, BLOCK_TOKENS, bounds, lies=1.0)
+    for each in TRACE:
+        honest.add(each)
+        lying.add(each)
+    for number in range(5):
+        assert bool(lying.of(number).released) != bool(honest.of(number).released)
+        assert [action.seconds for action in lying.of(number).kept] == ([] if number < 2 else [LIE_SECONDS])
+
+
+def test_a_seed_chooses_the_sessions() -> None:
+    trace = [request(number, [1000 + number, 2000 + number]) for number in range(40)]
+    chosen = []
+    for seed in (1, 1, 2):
+        hints = TraceHints(0.5, BLOCK_TOKENS, seed=seed)
+        for each in trace:
+            hints.add(each)
+        chosen.append([hints.of(number) is NO_HINTS for number in range(40)])
+    assert chosen[0] == chosen[1] != chosen[2]
 
 
 def test_a_released_session_makes_room_for_one_that_goes_on() -> None:

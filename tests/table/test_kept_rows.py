@@ -16,8 +16,16 @@ from tiering.testing.clock import FakeClock
 from tiering.testing.keys import keys_of
 
 
-def keep(table: BlockTable, clock: FakeClock, *keys: bytes, pin: bool = False, share: float = 0.5) -> int:
-    return table.keep(KeptBlocks(keys, 10.0, share, pin), clock)
+def keep(
+    table: BlockTable,
+    clock: FakeClock,
+    *keys: bytes,
+    pin: bool = False,
+    share: float = 0.5,
+    seconds: float = 10.0,
+    tenant: bytes = b"",
+) -> int:
+    return table.keep(KeptBlocks(keys, seconds, share, pin, tenant), clock)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -49,6 +57,51 @@ def test_a_share_bounds_the_kept_blocks_of_each_kind_and_the_head_comes_first() 
     assert evicted(table, KEYS[10]) == [KEYS[2]]
     clock.advance(10.0)
     assert keep(table, clock, *KEYS[6:8], share=0.25) == 2
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_beyond_the_share_the_blocks_with_the_farthest_end_yield_tails_first(pin: bool) -> None:
+    table, clock = filled("lru", 8), FakeClock()
+    assert keep(table, clock, *KEYS[:4], seconds=100.0, pin=pin) == 4
+    assert keep(table, clock, *KEYS[4:6], seconds=5.0, pin=pin) == 2
+    assert keep(table, clock, *KEYS[6:8], seconds=200.0, pin=pin) == 0
+    assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[2], KEYS[3]]
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_tenant_that_keeps_much_yields_to_others_down_to_an_equal_share(pin: bool) -> None:
+    table, clock = filled("lru", 16), FakeClock()
+    assert keep(table, clock, *KEYS[:8], seconds=1.0, pin=pin, tenant=b"greedy") == 8
+    assert keep(table, clock, *KEYS[8:10], seconds=500.0, pin=pin, tenant=b"late") == 2
+    assert keep(table, clock, *KEYS[10:16], seconds=500.0, pin=pin, tenant=b"late") == 2
+    assert keep(table, clock, *KEYS[12:16], seconds=1.0, pin=pin, tenant=b"late") == 4
+    assert table.marks.keeping is not None
+    kind = table.marks.keeping.pinned if pin else table.marks.keeping.retained
+    assert {tenant.name: tenant.rows for tenant in kind._tenants.values()} == {b"greedy": 4, b"late": 4}
+
+
+def test_many_tenants_share_fairly_and_leave_nothing_behind() -> None:
+    rng, clock = random.Random(7), FakeClock()
+    kept = KeptRows(256, clock)
+    for number in range(4000):
+        clock.advance(rng.random())
+        tenant = b"greedy" if number % 2 else b"%d" % rng.randrange(20)
+        chosen = np.array(rng.sample(range(256), rng.randrange(1, 12)))
+        kept.keep(chosen, rng.choice([5.0, 50.0, 500.0]), 64, tenant)
+        if number % 5 == 0:
+            kept.discard(np.array(rng.sample(range(256), 8)))
+        live = np.flatnonzero(kept._until)
+        owners = np.unique(kept._owner[live], return_counts=True)
+        counted = dict(zip(owners[0].tolist(), owners[1].tolist(), strict=True))
+        assert counted == {number: one.rows for number, one in kept._tenants.items()}
+        assert kept.rows == len(live) <= 64
+        assert len(kept._sizes) <= kept_rows._FEW + 2 * 64
+        assert sum(len(listed) for _, _, listed in kept._ends) <= 256 * kept_rows.MOST_LISTED
+    clock.advance(500.0)
+    kept.expire(clock())
+    assert not kept.rows
+    assert not kept._tenants
+    assert not kept._ids
 
 
 def test_rows_that_other_blocks_got_are_kept_no_longer() -> None:
@@ -149,10 +202,10 @@ def test_hints_that_undo_each_other_leave_a_bounded_heap() -> None:
         kept.keep(rows(number % 4, 4 + number % 4), 3600.0 - number % 3, 4)
         kept.discard(rows(4 + number % 4))
         assert sum(len(listed) for _, _, listed in kept._ends) <= 8 * kept_rows.MOST_LISTED
-    clock.advance(3598.5)
+    clock.advance(3597.5)
     kept.expire(clock())
     assert kept.rows == np.count_nonzero(kept._until) == np.count_nonzero(kept._until > clock()) > 0
-    clock.advance(1.5)
+    clock.advance(2.5)
     kept.expire(clock())
     assert kept.rows == len(kept._ends) == np.count_nonzero(kept._until) == 0
 

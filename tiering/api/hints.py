@@ -41,7 +41,7 @@ RELEASE, RETAIN, PIN, EXPECT, PREFETCH = "release", "retain", "pin", "expect", "
 ACTIONS = {"demote": RELEASE, **{name: name for name in (RELEASE, RETAIN, PIN, EXPECT, PREFETCH)}}
 """Type of an action in lower case → its name here."""
 
-EXPECT_FACTOR = 2.0
+EXPECT_FACTOR = 1.5
 """Quotient of the time for which *expect* retains blocks and the time after which the session returns."""
 
 PREFETCH_AT = 0.8
@@ -62,6 +62,8 @@ class KeptBlocks(NamedTuple):
     """Largest share of a tier that may be kept in the same way."""
     is_pin: bool = False
     """True if the blocks are pinned, False if they are retained."""
+    tenant: bytes = b""
+    """Digest of the cache salt of the request; beyond the share, the tenant with the most blocks keeps fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,11 @@ class HintBounds:
         }
         return frozenset(name for name, has in has_effect.items() if has)
 
-    def kept(self, keep: KeepAction, keys: Sequence[OffloadKey]) -> KeptBlocks:
-        """Return the blocks of an action, within the bounds."""
+    def kept(self, keep: KeepAction, keys: Sequence[OffloadKey], tenant: bytes) -> KeptBlocks:
+        """Return the blocks of an action of a tenant, within the bounds."""
         seconds = keep.seconds * EXPECT_FACTOR if keep.name == EXPECT else keep.seconds
         is_pin = keep.name == PIN
-        return KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin)
+        return KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin, tenant)
 
 
 class KeepAction(NamedTuple):
@@ -139,6 +141,11 @@ ALL_ACTIONS = frozenset(ACTIONS.values())
 """The names of all actions."""
 
 
+def tenant_of(salt: str | None) -> bytes:
+    """Return the digest of a cache salt, which names a tenant."""
+    return blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+
 def parse_hints(
     params: Mapping[str, Any] | None,
     session_id: object = None,
@@ -162,7 +169,7 @@ def parse_hints(
     hints = own.get("hints")
     if session_id is None and envelope is None and hints is None and "session_id" not in own:
         return NO_HINTS
-    reader = _Reader(blake2b((salt or "").encode("utf-8", "surrogatepass"), digest_size=32).digest())
+    reader = _Reader(tenant_of(salt))
     session = reader.session(own.get("session_id", session_id), "session_id")
     for number, (kind, payload) in enumerate(_actions(hints, envelope, reader.malformed)):
         where = f"hints[{number}]"

@@ -519,7 +519,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             if not keys:
                 continue
             if bounds.retain or action.name != EXPECT:
-                kept.append(bounds.kept(action, keys))
+                kept.append(bounds.kept(action, keys, state.hints.tenant))
             if may_prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
                 after = PREFETCH_AT * action.seconds
                 self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after, has_holes=True)

@@ -308,7 +308,7 @@ class Replay:
                 manager.engine_holds(keys[: running.held])
                 self._lost += self._store_late(leaving, LATE_STORE)
         bounds = self._config.hints.bounds
-        kept = [bounds.kept(action, keys) for action in running.hints.kept]
+        kept = [bounds.kept(action, keys, running.hints.tenant) for action in running.hints.kept]
         manager.on_request_finished(running.ctx, self._released(running), kept)
 
     def _store(self, running: _Running) -> bool:

@@ -213,7 +213,8 @@ def _troubles(best: ReplayResult) -> list[str]:
 def table(study: Study) -> tuple[list[str], list[list[str]]]:
     """Return the heading and the rows of all results; the last row has no tiers."""
     swept, names = list(study.results[0].settings), [tier.name for tier in study.results[0].tiers]
-    head = [*swept, *names, "hits", "TTFT mean", "p50", "p99", "written"]
+    bounded = study.model.hinted_sessions > 0
+    head = [*swept, *names, "hits", *["optimum"] * bounded, "TTFT mean", "p50", "p99", "written"]
     head += ["saved/month", "tiers/month", "net/month"]
     rows = []
     for result in study.results:
@@ -222,6 +223,7 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
             *result.settings.values(),
             *(served.get(name, "") for name in names),
             percent(result.hit_rate),
+            *([] if result.optimum is None else [percent(result.optimum)]),
             seconds(result.ttft_mean),
             seconds(result.ttft_p50),
             seconds(result.ttft_p99),
@@ -233,7 +235,7 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
     without = study.results[0]
     own = ["" if name != DEVICE else percent(without.tiers[0].hit_rate) for name in names]
     times = [without.ttft_mean_without, without.ttft_p50_without, without.ttft_p99_without]
-    base = [*[""] * len(swept), *own, own[0] or "0.0%", *map(seconds, times), "", "$0", "$0", "$0"]
+    base = [*[""] * len(swept), *own, own[0] or "0.0%", *[""] * bounded, *map(seconds, times), "", "$0", "$0", "$0"]
     base[0] = "without tiers"
     return head, [*rows, base]
 

@@ -137,6 +137,11 @@ class ReplayResult:
     """Blocks that left the engine's own cache, and for which an exclusive primary tier had no room."""
     seconds: float
     """Duration of the replay itself, in seconds."""
+    optimum: float | None = None
+    """Share of all prompt blocks that the optimum serves with the memory of CPU tier and accelerator; None: no hints.
+
+    The optimum has no other tiers, and evicts the block whose next use is farthest away.
+    """
     stack: str = field(default="", compare=False)
     """The stack file of this replay, with secrets masked."""
 

@@ -13,6 +13,7 @@ from tiering.advisor.shards import Shards
 from tiering.errors import ConfigError
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import ReplayModel
+from tiering.replay.optimum import Optimum
 from tiering.replay.readers import Trace
 from tiering.replay.replay import Replay
 from tiering.replay.result import ReplayResult
@@ -109,7 +110,8 @@ def run_study(
     """Replay ``trace`` through the stacks of ``points``, and compute the curve of one LRU cache.
 
     The trace is read once for the curve and once per stack. Memory grows with the capacities, not with the trace; a
-    bucket without a ttl holds the name of each block that is stored there.
+    bucket without a ttl holds the name of each block that is stored there. With hints, the optimum keeps 8 bytes for
+    each block of the trace.
 
     Args:
         trace: the trace.
@@ -124,12 +126,13 @@ def run_study(
     tokens = trace.info.block_tokens
     hints = TraceHints(model.hinted_sessions, tokens, points[0].stack.hints.bounds) if model.hinted_sessions else None
     replays = [Replay(point.stack, tokens, block_bytes, model, hints) for point in points[:1]]
-    cache = Shards(GRID, SAMPLE)
+    cache, optimum = Shards(GRID, SAMPLE), Optimum()
     reported = 0
     for request in trace:
         cache.add(request.hashes)
         if hints is not None:
             hints.add(request)
+            optimum.add(request.hashes)
         if cache.accesses - reported >= 1 << 16:
             reported = cache.accesses
             progress("reading the trace", trace.bytes_read, trace.total_bytes or 0)
@@ -148,7 +151,11 @@ def run_study(
             progress(what, number * cache.accesses + blocks, total)
 
         result = replay.run(trace, report)
-        results.append(replace(result, settings=point.settings, stack=point.text))
+        best = None
+        if hints is not None:
+            room = (model.device_cache or 0) // block_bytes + point.stack.primary.capacity // block_bytes
+            best = optimum.hit_rate(room)
+        results.append(replace(result, settings=point.settings, stack=point.text, optimum=best))
     return Study(
         tuple(map(str, trace.paths)),
         trace.info.format,

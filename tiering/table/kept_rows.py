@@ -3,17 +3,21 @@
 Two kinds of rows are kept, which differ in their bounds only. A *retained* row yields after a short search for another
 one, a *pinned* row only if the table has no other one. Neither is pinned by a reader: a table always has the room that
 it would have without them. A kept row that comes up as a victim becomes the policy's most recent one.
+
+A share bounds each kind. Beyond it, rows whose time ends soon stay: they take the room for the shortest time.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.api.hints import KeptBlocks
 from tiering.table.policies.policy import EvictionPolicy, Rows
 from tiering.table.row_array import row_array
 
@@ -21,7 +25,7 @@ RENEWAL = 8
 """A row that is kept already is kept anew if that adds one part in so many to its time."""
 
 MOST_LISTED = 2
-"""Quotient of the rows in a heap and all rows, beyond which the heap is made anew."""
+"""Quotient of the rows that were put into the heaps and all rows, beyond which the heaps are made anew."""
 
 LONGEST_LOOK = 4096
 """Number of rows that a search looks at before retained ones yield, unless more are needed."""
@@ -29,75 +33,138 @@ LONGEST_LOOK = 4096
 AHEAD = 256
 """Quotient of all rows and those that a search past kept rows evicts ahead of need at most."""
 
+_FEW = 64
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """The kept rows of one tenant."""
+
+    name: bytes
+    rows: int = 0
+    """Number of rows."""
+    farthest: list[tuple[float, int, Rows]] = field(default_factory=list)
+    """A heap of negated ends, the farthest and latest first, with the rows that had this end then."""
+
 
 class KeptRows:
     """The rows of one kind.
+
+    Beyond the bound, the tenant with the most rows yields: of its rows those with the farthest end, tails first. No
+    tenant yields below an equal share.
 
     Args:
         num_rows: rows of the table.
         clock: monotonic clock, in seconds.
     """
 
-    __slots__ = ("_clock", "_ends", "_listed", "_order", "_until", "rows")
+    __slots__ = ("_clock", "_ends", "_ids", "_listed", "_order", "_owner", "_sizes", "_tenants", "_until", "rows")
 
     def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: NDArray[np.float64] = row_array(num_rows, np.float64)
         """Time until which each row is kept; 0 for a row that is not."""
+        self._owner: NDArray[np.int64] = row_array(num_rows, np.int64)
+        """Number of the tenant of each kept row."""
+        self._ids: dict[bytes, int] = {}
+        self._tenants: dict[int, _Tenant] = {}
+        """The tenants that have rows, by their numbers."""
+        self._sizes: list[tuple[int, int]] = []
+        """A heap of negated numbers of rows and of tenants; some tenants have fewer rows by now."""
         self._ends: list[tuple[float, int, Rows]] = []
         """A heap of ends, with the rows that had this end then."""
         self._listed = 0
-        """Number of rows in the heap."""
+        """Number of rows that were put into the heaps since these were made."""
         self._order = count()
         self.rows = 0
         """Number of rows that are kept."""
 
-    def keep(self, rows: Rows, seconds: float, most: int) -> int:
-        """Keep the leading ``rows`` within the bound, and return the number of those with a new end.
+    def keep(self, rows: Rows, seconds: float, most: int, tenant: bytes = b"") -> int:
+        """Keep rows within the bound, and return the number of those that got a new end.
 
         Args:
             rows: distinct rows, the most valuable one first.
             seconds: time from now on.
             most: largest number of rows that may be kept.
+            tenant: the tenant that keeps them; default: the one of requests without a cache salt.
         """
         now = self._clock()
         self.expire(now)
-        until = self._until[rows]
-        chosen = until < now + seconds - seconds / RENEWAL
-        new = (until == 0.0) & chosen
-        chosen &= self.rows + np.cumsum(new) <= most
-        rows = rows[chosen]
-        if len(rows):
-            self._listed += len(rows)
-            self._until[rows] = now + seconds
-            self.rows += int(np.count_nonzero(new & chosen))
-            heapq.heappush(self._ends, (now + seconds, next(self._order), rows))
-            if self._listed > MOST_LISTED * len(self._until):
-                self._list_anew()
-        return len(rows)
+        rows = rows[self._until[rows] < now + seconds - seconds / RENEWAL][:most]
+        if not len(rows):
+            return 0
+        self.discard(rows)  # they get another end, and perhaps another tenant
+        owner = self._ids.setdefault(tenant, next(self._order))
+        kept = self._tenants.setdefault(owner, _Tenant(tenant))
+        kept.rows += len(rows)
+        self.rows += len(rows)
+        self._until[rows] = end = now + seconds
+        self._owner[rows] = owner
+        self._list(kept, rows, end)
+        heapq.heappush(self._sizes, (-kept.rows, owner))
+        if self.rows > most:
+            self._yield(most)
+        self._listed += len(rows)
+        if self._listed > MOST_LISTED * len(self._until):
+            self._list_anew()
+        if len(self._sizes) > _FEW + 2 * len(self._tenants):
+            self._sizes = [(-tenant.rows, owner) for owner, tenant in self._tenants.items()]
+            heapq.heapify(self._sizes)
+        return int(np.count_nonzero(self._until[rows]))
+
+    def _list(self, tenant: _Tenant, rows: Rows, end: float) -> None:
+        number = next(self._order)
+        heapq.heappush(self._ends, (end, number, rows))
+        heapq.heappush(tenant.farthest, (-end, -number, rows))
+
+    def _yield(self, most: int) -> None:
+        """Keep rows no longer until at most ``most`` are kept."""
+        while (excess := self.rows - most) > 0:
+            listed, owner = heapq.heappop(self._sizes)
+            tenant = self._tenants.get(owner)
+            if tenant is None:
+                continue
+            if tenant.rows == -listed:
+                end, number, rows = heapq.heappop(tenant.farthest)
+                rows = rows[(self._until[rows] == -end) & (self._owner[rows] == owner)]
+                left = max(0, len(rows) - min(excess, tenant.rows - most // len(self._tenants)))
+                if left:
+                    heapq.heappush(tenant.farthest, (end, number, rows[:left]))
+                self.discard(rows[left:])
+            if tenant.rows:
+                heapq.heappush(self._sizes, (-tenant.rows, owner))
 
     def expire(self, now: float) -> None:
         """End the time of the rows whose end has come."""
         while self._ends and self._ends[0][0] <= now:
             rows = heapq.heappop(self._ends)[2]
-            self._listed -= len(rows)
             self.discard(rows[self._until[rows] <= now])
 
     def _list_anew(self) -> None:
-        """Make the heap anew: most of its rows are kept no longer, or have a later end."""
+        """Make the heaps of rows anew: most of their rows are kept no longer, or have a later end."""
         kept = np.flatnonzero(self._until)
-        kept = kept[np.argsort(self._until[kept])]
-        ends = self._until[kept]
-        parts = np.split(kept, np.flatnonzero(ends[1:] != ends[:-1]) + 1)
-        self._ends = [(float(self._until[part[0]]), next(self._order), part) for part in parts]  # sorted: a heap
-        self._listed = len(kept)
+        kept = kept[np.lexsort((self._until[kept], self._owner[kept]))]
+        ends, owners = self._until[kept], self._owner[kept]
+        self._ends, self._listed = [], len(kept)
+        for tenant in self._tenants.values():
+            tenant.farthest = []
+        for part in np.split(kept, np.flatnonzero((ends[1:] != ends[:-1]) | (owners[1:] != owners[:-1])) + 1):
+            if len(part):
+                self._list(self._tenants[int(self._owner[part[0]])], part, float(self._until[part[0]]))
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""
         marked = rows[self._until[rows] > 0.0]
-        if len(marked):
-            self._until[marked] = 0.0
-            self.rows -= len(marked)
+        if not len(marked):
+            return
+        self._until[marked] = 0.0
+        self.rows -= len(marked)
+        owners, counts = np.unique(self._owner[marked], return_counts=True)
+        for owner, gone in zip(owners.tolist(), counts.tolist(), strict=True):
+            tenant = self._tenants[owner]
+            tenant.rows -= gone
+            if not tenant.rows:
+                del self._tenants[owner], self._ids[tenant.name]
 
     def are_kept(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the ``rows`` that are kept now."""
@@ -127,17 +194,15 @@ class Keeping:
         self.pinned = KeptRows(self._num_rows, self._clock)
         """Rows that are kept as long as the table has others."""
 
-    def keep(self, rows: Rows, seconds: float, share: float, *, is_pin: bool) -> int:
-        """Keep ``rows`` for a time, and return how many are kept or kept for longer.
+    def keep(self, rows: Rows, kept: KeptBlocks) -> int:
+        """Keep the rows of blocks for a time, and return how many are kept or kept for longer.
 
         Args:
             rows: distinct rows, the most valuable one first.
-            seconds: time from now on.
-            share: largest share of the table's rows that may be kept in this way.
-            is_pin: True to pin the rows, False to retain them.
+            kept: the time and the bounds.
         """
-        kind = self.pinned if is_pin else self.retained
-        return kind.keep(rows, seconds, int(share * self._num_rows))
+        kind = self.pinned if kept.is_pin else self.retained
+        return kind.keep(rows, kept.seconds, int(kept.share * self._num_rows), kept.tenant)
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""

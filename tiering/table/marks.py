@@ -100,7 +100,7 @@ class RowMarks:
         for marked in (self.released, self.first_victims):
             if marked is not None:
                 marked.discard(rows)
-        return self.keeping.keep(rows, kept.seconds, kept.share, is_pin=kept.is_pin)
+        return self.keeping.keep(rows, kept)
 
     def used(self, rows: Rows) -> None:
         """Let ``rows`` be evicted first no more, because a request uses them."""
