@@ -395,6 +395,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "blocks loaded": _engine_rate("warm_start_blocks"),
                 "blocks that no tier had": _engine_rate("warm_start_missing"),
                 "engines followed": _engine_rate("warm_start_engines"),
+                "blocks inherited from an earlier engine": _engine_rate("inherited_blocks"),
                 "documents written, {{tier}}": _tier_rate("hot_keys_written"),
                 "documents refused, {{tier}}": _tier_rate("hot_keys_refused"),
             },

@@ -24,7 +24,7 @@ from tiering.api.masking import shown_name
 from tiering.api.namespace import KVLayout, ModelIdentity
 from tiering.api.transfer import LoadStoreSpec
 from tiering.config.inline import read_inline
-from tiering.config.stack import open_manager
+from tiering.config.stack import make_rows, open_manager
 from tiering.config.stack_file import StackConfig
 from tiering.copy.contract import OffloadingHandler
 from tiering.copy.handlers import make_handlers
@@ -193,12 +193,15 @@ class TieringOffloadingSpec(OffloadingSpec):
                     f"a row takes {row_stride(row_bytes)} bytes (whole pages)"
                 )
             engine = self.engine
-            self._region = (
-                SharedRegion.open_shared(
-                    engine.engine_id, rows, row_bytes, sides=engine.world_size + 1, mark=self.mark, share=share
-                )
-                if engine.engine_id
-                else SharedRegion.create(rows, row_bytes, share=share)
+            self._region = make_rows(
+                self.stack,
+                rows,
+                self.model,
+                self.group_bytes,
+                name=engine.engine_id or None,
+                sides=engine.world_size + 1 if engine.engine_id else 1,
+                mark=self.mark,
+                share=share,
             )
         return self._region
 

@@ -87,6 +87,12 @@ def _object(model: type[BaseModel]) -> dict[str, Any]:
 _PARTS: Mapping[str, type[BaseModel]] = {"RetryOptions": RetryOptions, "BreakerOptions": BreakerOptions}
 
 
+def _part(choice: Mapping[str, Any], parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a choice, in place of a reference into the model's own schema."""
+    name = str(choice.get("$ref", "")).rpartition("/")[2]
+    return dict(parts.get(name, {})) if name else choice
+
+
 def _word(found: Mapping[str, Any], text: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of one word. Every single value may also be an environment reference."""
     name = str(found.get("$ref", "")).rpartition("/")[2]
@@ -94,6 +100,6 @@ def _word(found: Mapping[str, Any], text: str, parts: Mapping[str, Any]) -> dict
         inner = _object(_PARTS[name]) if name in _PARTS else dict(parts.get(name, {}))
         return {"description": text, **inner}
     kept = {word: value for word, value in found.items() if word not in {"title", "default", "anyOf"}}
-    choices = list(found.get("anyOf", ())) or [kept]
+    choices = [_part(choice, parts) for choice in found.get("anyOf", ())] or [kept]
     default = {} if found.get("default") is None else {"default": found["default"]}
     return {"description": text, **default, "anyOf": [*choices, REFERENCE]}

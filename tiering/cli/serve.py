@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from tiering.api.masking import guard_logs
-from tiering.cli.parameters import stack_argument
+from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.transfer_config import stack_at
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
@@ -39,7 +39,15 @@ _OF_ENGINES = ("primary_share", "min_prefix_blocks", "load_or_compute", "require
     type=click.Path(path_type=Path),
     help="UNIX socket on which engines connect; its directory must be this user's.",
 )
-def serve(stack: str, path: Path) -> int:
+@click.option(
+    "--keep-rows",
+    "keep_seconds",
+    default="10m",
+    show_default=True,
+    type=DURATION,
+    help="Time for which the CPU rows of an engine that has ended wait for the next one (machine.keep_rows).",
+)
+def serve(stack: str, path: Path, keep_seconds: float) -> int:
     """Host the secondary tiers of STACK for all engines of this machine.
 
     Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
@@ -62,6 +70,7 @@ def serve(stack: str, path: Path) -> int:
         builders(config),
         most_bytes=config.primary.capacity,
         shutdown_seconds=config.shutdown_deadline,
+        keep_seconds=keep_seconds,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())

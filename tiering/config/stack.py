@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,9 +19,13 @@ from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TierUnavailableError
+from tiering.machine.claim import KeptRegion, claim_rows
+from tiering.machine.ledger import RowLedger
+from tiering.machine.tier import MachineTier
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.warm_start import WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.primary.memory.prefault import Share
 from tiering.primary.memory.region import SharedRegion, row_stride
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
@@ -93,7 +98,7 @@ def open_manager(
         durable = PendingNamespace(known, namespace.parameters)
     events, news, agreement = enable_events or stack.events or explains, News(), EpochAgreement()
     with ExitStack() as undo:
-        rows = region or SharedRegion.create(stack.primary.capacity // row_bytes, row_bytes)
+        rows = region or make_rows(stack, stack.primary.capacity // row_bytes, model, group_bytes)
         if rows is not region:
             undo.callback(rows.close)
         primary = CPUPrimaryTierOffloadingManager(rows, stack.primary.eviction, events)
@@ -134,6 +139,9 @@ def open_manager(
             controls=0,
             advisor=_advisor(stack, rows.num_rows, max(group_bytes)) if stack.advisor else None,
         )
+        if isinstance(rows, KeptRegion):
+            machine_tiers = [tier for tier in tiers if isinstance(tier, MachineTier)]
+            primary.keeper = RowLedger(rows, primary, machine_tiers, agreement, manager.count_inherited)
         if explains:
             manager.keep_unstored()
         undo.pop_all()
@@ -145,6 +153,46 @@ def open_manager(
         _log.warning("%s", problem)
     _log.info("%s", _summary(stack, rows, opened, None if durable is not namespace else namespace))
     return manager
+
+
+def make_rows(
+    stack: StackConfig,
+    num_rows: int,
+    model: ModelIdentity,
+    group_bytes: Sequence[int],
+    *,
+    name: str | None = None,
+    sides: int = 1,
+    mark: bytes | None = None,
+    share: Share | None = None,
+) -> SharedRegion:
+    """Return the rows of an engine, if possible those of the service that the stack asks for.
+
+    Args:
+        stack: the stack.
+        num_rows: number of rows.
+        model: identity of the model.
+        group_bytes: size of a block in bytes per KV-cache group.
+        name: name under which all processes of the engine open the rows; default: there is one process.
+        sides: number of calls with this name.
+        mark: as in :meth:`SharedRegion.open_shared`.
+        share: as in :meth:`SharedRegion.open_shared`.
+
+    Raises:
+        TieringError: there is no room, or the sides disagree.
+    """
+    row_bytes = max(group_bytes)
+    if stack.machine is not None and stack.machine.keep_rows:
+        words = stack.namespace, stack.salt, stack.revision
+        claimed = name or secrets.token_hex(16)
+        kept = claim_rows(
+            stack.machine, claimed, model, group_bytes, words, num_rows, sides=sides, mark=mark, share=share
+        )
+        if kept is not None:
+            return kept
+    if name is None:
+        return SharedRegion.create(num_rows, row_bytes, share=share)
+    return SharedRegion.open_shared(name, num_rows, row_bytes, sides=sides, mark=mark, share=share)
 
 
 def _warm_start(stack: StackConfig, rows: SharedRegion) -> WarmStartLimits | None:

@@ -16,7 +16,7 @@ import numpy as np
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.errors import TieringError
 
-VERSION = 1
+VERSION = 2
 """Version of the messages; both sides must have the same one."""
 
 MAX_MESSAGE = 60 << 10
@@ -62,8 +62,12 @@ class Kind(IntEnum):
     """Engine: blocks stored before are invalid; the text has the new state of the weights."""
     FOLLOWED = 9
     """Engine: the number names the generation that the engine's rows belong to."""
+    CLAIM = 10
+    """Engine: the first record of a process that maps rows of the service; the text describes them."""
+    HELD = 11
+    """Engine: rows that hold blocks; the text has a word per row, and the state of the weights."""
     WELCOME = 20
-    """Service: the answer to HELLO; the text names the instance."""
+    """Service: the answer to HELLO or CLAIM; the text names the instance."""
     REFUSED = 21
     """Service: the connection cannot be used; the text is the reason."""
     STATE = 22
@@ -74,6 +78,8 @@ class Kind(IntEnum):
     """Service: a job has ended; the text has a byte per key, 1 for success."""
     WANTED = 25
     """Service: keys that the tier lacks and would store."""
+    KEPT = 27
+    """Service: verified blocks in the rows that an earlier process has left; the text has a word per row."""
     BYE = 26
     """Service: the last record; nothing touches the engine's rows any more."""
 

@@ -61,6 +61,11 @@ class MachineOptions(Strict):
 
     A service that hangs holds no more rows than these.
     """
+    keep_rows: bool = False
+    """True: the CPU tier's rows are memory of the service, and outlive the engine; default False.
+
+    An engine that is started again with the same model and capacity finds its blocks in them.
+    """
 
     def tier_options(self) -> tuple[MachineTierOptions, ...]:
         """Return the options of each tier."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from tiering.api.namespace import Namespace
@@ -34,6 +35,8 @@ class Peer:
         """The tier that the engine uses."""
         self.space: HostedNamespace | None = None
         """The engine's namespace."""
+        self.file = (0, 0)
+        """Device and inode of the rows."""
         self.tier = ""
         """Name of the tier."""
         self.first_row = self.num_rows = 0
@@ -100,3 +103,25 @@ class HostedNamespace:
         """Ends the listening to the tiers' announcements."""
         self.close_due = 0.0
         """Time of the next attempt to close tiers that will be opened again; 0 without one."""
+
+
+Stamp = tuple[HostedNamespace, str, tuple[int, ...]]
+"""Namespace, state of the weights, and generations of the namespace's tiers."""
+
+
+def stamp_of(peers: Mapping[int, Peer], file: tuple[int, int], tiers: int) -> Stamp | None:
+    """Return what the blocks of an engine belong to; None if not all of its tiers have accepted its rows.
+
+    Args:
+        peers: all connections.
+        file: device and inode of its rows.
+        tiers: number of its tiers.
+    """
+    own = [peer for peer in peers.values() if peer.file == file and peer.hosted is not None]
+    attached = {peer.tier for peer in own if peer.hosted is not None and peer.hosted.attached(peer)}
+    if len(attached) != tiers or len(own) != tiers:
+        return None
+    space, weights = own[0].space, own[0].weights
+    if space is None or any(peer.space is not space for peer in own):
+        return None
+    return space, weights, tuple(hosted.generation for hosted in space.tiers.values())

@@ -28,8 +28,9 @@ from tiering.errors import ConfigError, TieringError
 from tiering.machine.door import bind_socket
 from tiering.machine.hosted import HostedTier
 from tiering.machine.link import peer_uid
-from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, read
+from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.peers import NO_ROOM, HostedNamespace, Peer
+from tiering.machine.regions import Regions
 from tiering.machine.words import START, Greeting, revision_of
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
@@ -74,6 +75,7 @@ class MachineService:
         builders: function that builds each tier, by the tier's name, fastest first.
         most_bytes: largest number of bytes of the rows of one engine.
         shutdown_seconds: seconds that the end may take.
+        keep_seconds: seconds for which rows of an engine that has ended wait for the next one.
         clock: function that returns monotonic seconds.
     """
 
@@ -84,6 +86,7 @@ class MachineService:
         *,
         most_bytes: int,
         shutdown_seconds: float = 30.0,
+        keep_seconds: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
@@ -105,6 +108,8 @@ class MachineService:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
         self._refusals = RateLimit(_LOG_SECONDS, clock)
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
+        self.regions = Regions(self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers)
+        """The rows that outlive engines."""
         self._stopping = False
         self._listener: socket.socket | None = None
         self._inode = 0
@@ -151,6 +156,7 @@ class MachineService:
             key.data()
         for space in self._namespaces.values():
             self._step(space)
+        self.regions.step()
         for peer in list(self._peers.values()):
             if peer.out:
                 peer.flush()
@@ -181,6 +187,7 @@ class MachineService:
         ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
         self._selector.close()
         if ended:
+            self.regions.close()
             for space in self._namespaces.values():
                 space.rows.close()
         else:
@@ -276,6 +283,10 @@ class MachineService:
         if peer.hosted is not None and peer.space is not None:
             if peer.tier not in peer.space.broken:
                 self._guarded(peer.space, peer.hosted, partial(peer.hosted.take, peer, record))
+        elif peer in self.regions:
+            self.regions.take(peer, record)
+        elif record.kind == Kind.CLAIM and peer.received == 1:
+            self._welcome(peer, self.regions.claim(peer, record.text))
         elif record.kind != Kind.HELLO or peer.received != 1:
             raise MessageError("a connection began without a greeting")
         else:
@@ -287,10 +298,9 @@ class MachineService:
         Raises:
             TieringError: it cannot be served; the text says why.
         """
-        names = ", ".join(self._builders)
         if greeting.tier:
             if greeting.tier not in self._builders:
-                raise ConfigError(f"the service has no tier {greeting.tier!r}; it has {names}")
+                raise ConfigError(f"the service has no tier {greeting.tier!r}; it has {', '.join(self._builders)}")
             if len(fds) != 1:
                 raise MessageError(f"a greeting came with {len(fds)} descriptors")
             nbytes = greeting.rows * greeting.stride
@@ -299,7 +309,8 @@ class MachineService:
                     f"the engine's CPU tier has {format_bytes(nbytes)}, and primary.capacity in the service's stack "
                     f"allows {format_bytes(self._most_bytes)}; raise it there"
                 )
-            space = self._namespace(greeting)
+            space, found = self._namespace(greeting), os.fstat(fds[0])
+            peer.file = (found.st_dev, found.st_ino)
             peer.first_row = space.rows.add(fds[0], greeting.rows)
             peer.num_rows, peer.tier, peer.space = greeting.rows, greeting.tier, space
             peer.weights = greeting.weights
@@ -307,13 +318,20 @@ class MachineService:
             peer.hosted.engines.append(peer)
             space.peers.append(peer)
             _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.namespace.directory[:8])
-        peer.send(Record(Kind.WELCOME, text=f"{self.instance}\0{names}".encode()))
-        peer.flush()  # the answer to a greeting is a message of its own; a state would be lost in it
+        self._welcome(peer, ())
+
+    def _welcome(self, peer: Peer, fds: Sequence[int]) -> None:
+        """Send the answer to a greeting or a claim, a message of its own: a state would be lost in it."""
+        text = f"{self.instance}\0{', '.join(self._builders)}".encode()
+        ((message, _),) = messages([pack(Record(Kind.WELCOME, text=text))], peer.sent)
+        socket.send_fds(peer.socket, [message], fds, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        peer.sent += 1
 
     def _leave(self, peer: Peer) -> None:
         """Let go of an engine once none of its jobs runs."""
         if peer.hosted is not None:
             peer.hosted.leave(peer)
+        self.regions.leave(peer)
         if peer.jobs:
             with suppress(KeyError):
                 self._selector.unregister(peer.socket)

@@ -48,7 +48,6 @@ from tiering.secondary.inert import InertTier
 from tiering.secondary.tier_stats import TierStats
 
 _log = logging.getLogger("kv_tiering.machine")
-
 PRESENT_SECONDS, ABSENT_SECONDS = 10.0, 1.0
 """Seconds for which an answer of the service is used again; other engines store and evict meanwhile."""
 
@@ -374,15 +373,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
         """Find out if the tier serves, after a change of the connection, the service's state or this engine's."""
         state, connection, known = self._state, self._connection, self._known
         flags = 0
-        if (
-            state is not None
-            and connection is not None
-            and known is not None
-            and not self._closed
-            and known[:2] == (connection.instance, state[0])
-            and state[1] == self._weights
-        ):
-            flags = state[2]
+        if state is not None and connection is not None and known is not None and not self._closed:
+            flags = state[2] * (known[:2] == (connection.instance, state[0]) and state[1] == self._weights)
             self._owed = self._owed and not flags & SERVING
         if self.serving and not flags & SERVING:
             self._forget()
@@ -390,6 +382,14 @@ class MachineTier(TierIntake, SecondaryTierManager):
             _log.info("tier %s: %s", self.name, "in service" if flags & SERVING else "out of service")
         self.serving, self.storing = bool(flags & SERVING), bool(flags & STORING)
         self.stats.available, self.stats.writable = int(self.serving), int(self.storing)
+
+    @property
+    def settled_weights(self) -> str | None:
+        """State of the weights, once the rows belong to the service's generation; None before."""
+        state, connection, known = self._state, self._connection, self._known
+        if state is None or connection is None or known is None or self._owed or self._superseded:
+            return None
+        return self._weights if known[:2] == (connection.instance, state[0]) and state[1] == self._weights else None
 
     def _forget(self) -> None:
         """Forget what the tier holds."""

@@ -187,6 +187,8 @@ class TieringOffloadingManager(MissFacts):
         if not self._jobs.collected:
             self._open_lookups.collecting()
             self._jobs.collect()
+            if self.primary_tier.keeper is not None:
+                self.primary_tier.keeper.step()
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
             if not self._requests.admit_late_load(req_context):
@@ -418,7 +420,11 @@ class TieringOffloadingManager(MissFacts):
                 self._cascade_wanted(keys)
             elif ctx is not LATE_STORE:
                 request = self._known.get(ctx.req_id)
-                offers.append((self._states if request is None else request.tiers, keys, rows, ctx))
+                tiers = self._states if request is None else request.tiers
+                offers.append((tiers, keys, rows, ctx))
+                if self.primary_tier.keeper is not None and len(tiers) == len(self._states):
+                    # What a request keeps from a tier may be private to this process.
+                    self.primary_tier.keeper.report(keys, rows)
         self._jobs.cascade_stores(offers)
 
     # -------------------------------------------------------------------------------------------------------- exclusive
@@ -603,6 +609,8 @@ class TieringOffloadingManager(MissFacts):
         if self._promotions.queued:
             self._jobs.submit_promotions()
         self._jobs.pull()
+        if self.primary_tier.keeper is not None:
+            self.primary_tier.keeper.step()
         superseded, seconds = self._steps.end()
         if superseded:
             self._follow(self._clock())
@@ -677,6 +685,11 @@ class TieringOffloadingManager(MissFacts):
         self._stats.resets += 1
         self._empty_primary()
         return self._keep_secondary or self._tiers.reset(self._reset_deadline, revision)
+
+    def count_inherited(self, blocks: int) -> None:
+        """Count blocks that an earlier engine has left in the rows."""
+        self._stats.inherited_blocks += blocks
+        self.news.announce()
 
     def _empty_primary(self) -> None:
         if self._advisor is not None:

@@ -114,6 +114,11 @@ class ManagerStats:
         "Blocks that a warm start has loaded into the CPU tier",
         "If few, see `warm_start_missing`, and the words `bytes`, `seconds` and `bandwidth`.",
     )
+    inherited_blocks: int = counter(
+        "blocks",
+        "Blocks that an earlier engine has left in rows of the machine's service",
+        "0 after a restart with `machine.keep_rows`: capacity or model changed, or the rows were kept too short.",
+    )
     warm_start_missing: int = counter(
         "blocks",
         "Blocks for a warm start that no tier held or could load",

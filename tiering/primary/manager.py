@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,25 @@ class RowCounts(NamedTuple):
     """Rows with a readable block that is not pinned."""
     quarantined: int
     """Rows without a key that a copy or a job still uses."""
+
+
+class RowKeeper(Protocol):
+    """Records which rows hold which blocks, for a process that takes the rows over."""
+
+    def taken(self, rows: Rows) -> None:
+        """Record that the rows' content is about to change, or counts no more."""
+
+    def written(self, rows: Rows) -> None:
+        """Record that the rows hold a block each, completely."""
+
+    def report(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        """Record that the rows, which are written, hold ``keys``, which may outlive the process."""
+
+    def cleared(self) -> None:
+        """Record that the content of no row counts any more."""
+
+    def step(self) -> None:
+        """Exchange what is known with the other process, without waiting."""
 
 
 @dataclass(slots=True)
@@ -181,6 +200,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Free disowned rows, because their writers are done."""
         self.ignored_completions = 0
         """Number of completed keys that were unknown, for example after a reset."""
+        self.keeper: RowKeeper | None = None
+        """Records the rows for a later process; None (default): the rows end with this one."""
         self._before_reset: Callable[[], object] = lambda: None
         self._events = EventQueue()
         self._enable_events = enable_events
@@ -326,7 +347,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if not success:
             self.abort(done, written)
             return (), written
-        self.commit(done, written)
+        self._commit(done, written)
         return done, written
 
     def mark_held(self, keys: Sequence[OffloadKey]) -> None:
@@ -364,27 +385,60 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             is no room for all.
         """
         taken = self._table.allocate(keys)
+        if self.keeper is not None and taken is not None:
+            self.keeper.taken(taken[0])
         if taken is not None and taken[1] and self._enable_events:
             self._events.add(_event(taken[1], removed=True, evicted=True))
         return taken
 
     def drop(self, keys: Sequence[OffloadKey]) -> None:
         """Evict readable blocks, whatever the policy would choose; the rows of those without readers are free."""
+        if self.keeper is not None:
+            rows = [row for row in self._table.rows_of(keys) if row is not None]
+            self.keeper.taken(np.fromiter(rows, np.int64, len(rows)))
         dropped = self._table.drop(keys)
         if dropped and self._enable_events:
             self._events.add(_event(dropped, removed=True, evicted=True))
 
     def commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
-        """Make pending ``keys`` readable, because their rows are written."""
+        """Make pending ``keys`` readable, because a tier has written their rows."""
+        self._commit(keys, rows)
+        if self.keeper is not None:
+            self.keeper.report(keys, rows)
+
+    def _commit(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         self._table.commit(keys, rows)
+        if self.keeper is not None:
+            self.keeper.written(rows)
         if self._enable_events:
             self._events.add(_event(list(keys), removed=False))
 
     def adopt(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Make blocks readable that arrived in quarantined rows after all requests stopped waiting."""
         self._table.adopt(keys, rows)
+        if self.keeper is not None:
+            self.keeper.written(rows)
+            self.keeper.report(keys, rows)
         if self._enable_events:
             self._events.add(_event(list(keys), removed=False))
+
+    def inherit(self, keys: Sequence[OffloadKey], rows: Rows) -> int:
+        """Make blocks readable that an earlier process has left in the rows, and return how many are new here.
+
+        Args:
+            keys: keys, each once.
+            rows: row of each key; those that are in use by now are left alone.
+        """
+        by_row = dict(zip(rows.tolist(), keys, strict=True))
+        unknown = set(self._table.unknown(keys))
+        wanted = [row for row, key in by_row.items() if key in unknown]
+        free = self._table.withdraw(np.fromiter(wanted, np.int64, len(wanted)))
+        if len(free):
+            inherited = [by_row[row] for row in free.tolist()]
+            self._table.adopt(inherited, free)
+            if self._enable_events:
+                self._events.add(_event(inherited, removed=False))
+        return len(free)
 
     # --------------------------------------------------------------------------------------------------------- the rest
 
@@ -404,6 +458,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def reset_cache(self, revision: str | None = None) -> bool:
         self._before_reset()
+        if self.keeper is not None:
+            self.keeper.cleared()
         forgotten = self._table.clear()
         if self._enable_events:
             self._events.clear(_event([], removed=True), forgotten)

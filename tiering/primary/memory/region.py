@@ -38,6 +38,7 @@ PAGE = mmap.PAGESIZE
 """Size of a page in bytes."""
 SHM = Path("/dev/shm")
 """Directory of region files."""
+_UNNAMED = Path("/proc/kv-tiering")  # no file can have this name
 FILE_PREFIX = "kv-tiering."
 """Prefix of the names of region files."""
 
@@ -75,6 +76,24 @@ def shared_path(name: str, directory: Path = SHM) -> Path:
     """
     safe = name if re.fullmatch(r"[A-Za-z0-9_-]{1,128}", name) else hashlib.sha256(name.encode()).hexdigest()[:32]
     return directory / f"{FILE_PREFIX}{safe}"
+
+
+def make_sealed(name: str, size: int) -> int:
+    """Return a descriptor of ``size`` bytes of memory that keep their size.
+
+    Another process that maps them would die of a page that is cut off.
+
+    Raises:
+        RegionError: the memory cannot be made.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _resize(fd, size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def sweep(directory: Path = SHM) -> list[Path]:
@@ -191,11 +210,8 @@ class SharedRegion:
         """
         size = _total_bytes(num_rows, row_bytes)
         check_room(size, None)
-        fd = os.memfd_create("kv-tiering", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = make_sealed("kv-tiering", size)
         try:
-            _resize(fd, size)
-            # Another process that maps the rows would die of a page that is cut off.
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
             region = cls(fd, num_rows, row_bytes)
         except RegionError:
             os.close(fd)
@@ -245,14 +261,7 @@ class SharedRegion:
             try:
                 with locked(fd, _LOCK_AT, deadline):
                     if is_linked(fd, path):
-                        _agree(fd, num_rows, row_stride(row_bytes), sides, path)
-                        all_there = _take_slot(fd, sides, path)
-                        region = cls(fd, num_rows, row_bytes, path)
-                        if mark is not None and mark not in region.marks and len(region.marks) < 2:
-                            region._marks[len(region.marks)] = np.frombuffer(mark, np.uint8)
-                        if all_there:
-                            path.unlink()
-                            region._complete[0] = 1
+                        region = cls._joined(fd, num_rows, row_bytes, path, sides, mark)
                         break
             except BaseException:
                 if region is None:
@@ -262,6 +271,38 @@ class SharedRegion:
                 raise
             os.close(fd)  # another side swept or completed the region between opening and locking
         return region._prefaulted(fd, share)
+
+    @classmethod
+    def join(cls, fd: int, num_rows: int, row_bytes: int, *, sides: int, mark: bytes | None = None) -> Self:
+        """Join the region in ``fd``, which the region owns from then on.
+
+        Args:
+            fd: memory of the rows and one more page, an open description of its own; the caller's if this raises.
+            num_rows: number of rows.
+            row_bytes: size of a row in bytes; rounded up to whole pages.
+            sides: number of processes, or parts of one, that map the region.
+            mark: as in :meth:`open_shared`.
+
+        Raises:
+            ConfigError: the sides disagree about the shape.
+            RegionError: as many sides have joined already, or the memory cannot be mapped.
+        """
+        with locked(fd, _LOCK_AT, time.monotonic() + 60.0):
+            return cls._joined(fd, num_rows, row_bytes, _UNNAMED, sides, mark)
+
+    @classmethod
+    def _joined(cls, fd: int, num_rows: int, row_bytes: int, path: Path, sides: int, mark: bytes | None) -> Self:
+        """Become a side of the region; the caller holds the header's lock."""
+        _agree(fd, num_rows, row_stride(row_bytes), sides, path)
+        all_there = _take_slot(fd, sides, path)
+        region = cls(fd, num_rows, row_bytes, path)
+        if mark is not None and mark not in region.marks and len(region.marks) < 2:
+            region._marks[len(region.marks)] = np.frombuffer(mark, np.uint8)
+        if all_there:
+            if is_linked(fd, path):
+                path.unlink()
+            region._complete[0] = 1
+        return region
 
     def _prefaulted(self, fd: int, share: Share | None) -> Self:
         try:

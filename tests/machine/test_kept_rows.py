@@ -1,0 +1,371 @@
+"""Rows outlive the engine that was killed, and the next engine finds its verified blocks in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.machine.engines import PATIENCE, SmallEngine, content, key_of
+from tests.machine.hosts import service_in_thread
+from tiering.machine.claim import KeptRegion
+from tiering.machine.regions import Region
+from tiering.machine.service import MachineService
+from tiering.secondary.contract import TierContext
+from tiering.testing.clock import until
+from tiering.testing.fake_tier import FakeTier
+
+MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB", "share": "kept"}
+KEEP = {"keep_rows": True}
+BLOCKS = list(range(8))
+
+
+MADE: list[SmallEngine] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_engines() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def engine_of(socket: Path, **words: Any) -> SmallEngine:
+    """Return an engine that stores nothing in the service's tiers, so that its rows alone have its blocks."""
+    engine = SmallEngine(socket, machine=KEEP, **words)
+    MADE.append(engine)
+    assert engine.serving()
+    tier: Any = engine.manager.secondary_tiers[0]
+    tier.storing = False
+    tier.admit = lambda *_: ()
+    return engine
+
+
+def victim(socket: Path, pipe: Connection, words: dict[str, Any]) -> None:
+    """Store blocks, and wait for the end; each received text is evaluated with the engine."""
+    blocks = words.pop("blocks", BLOCKS)
+    engine = engine_of(socket, **words)
+    engine.store(blocks)
+    names = {"engine": engine, "np": np}
+    engine.settle(lambda: not engine.manager.primary_tier.keeper._pending)  # type: ignore[union-attr]
+    pipe.send(os.getpid())
+    while True:
+        exec(pipe.recv(), names)
+        engine.manager.on_schedule_end()
+        pipe.send("done")
+
+
+@contextmanager
+def victim_process(socket: Path, **words: Any) -> Iterator[tuple[int, Callable[[str], None]]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=victim, args=(socket, theirs, words), daemon=True)
+    process.start()
+
+    def run(code: str) -> None:
+        ours.send(code)
+        assert ours.poll(PATIENCE)
+        assert ours.recv() == "done"
+
+    try:
+        assert ours.poll(PATIENCE), "the engine did not come up"
+        yield ours.recv(), run
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[MachineService]:
+    with service_in_thread(tmp_path / "cache.sock", MEMORY) as running:
+        yield running
+
+
+def regions(service: MachineService) -> list[Region]:
+    return service.regions._regions
+
+
+def recorded(service: MachineService, blocks: int) -> bool:
+    return until(lambda: sum(len(region.entries) for region in regions(service)) == blocks, PATIENCE)
+
+
+def killed(service: MachineService, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    assert until(lambda: service.regions.left == 1 and service.regions._is_free(regions(service)[0]), PATIENCE)
+
+
+def inherited(engine: SmallEngine) -> int:
+    return int(engine.manager._stats.inherited_blocks)
+
+
+def inherits(engine: SmallEngine, blocks: int) -> None:
+    """Run steps until the engine has inherited as many blocks, and until no more can come."""
+    assert engine.settle(lambda: inherited(engine) >= blocks)
+    assert inherited(engine) == blocks
+
+
+def nothing_more(service: MachineService, engine: SmallEngine) -> None:
+    engine.settle(lambda: regions(service)[0].offer is None)
+    for _ in range(3):
+        engine.manager.on_schedule_end()
+
+
+def test_the_next_engine_finds_the_blocks_of_one_that_was_killed(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        heir = engine_of(service.path)
+        inherits(heir, 8)
+        assert heir.load(BLOCKS, patience=5.0) == (BLOCKS, [])
+        assert heir.stat("promotions") == 0
+        assert len(service.regions) == 1
+        heir.close()
+
+
+def test_blocks_that_a_request_keeps_from_the_tiers_end_with_the_engine(service: MachineService) -> None:
+    """Their keys may be private to the process, such as those of an adapter whose files are not known."""
+    with victim_process(service.path) as (pid, run):
+        assert recorded(service, 8)
+        run(
+            "from tests.machine.engines import content, key_of\n"
+            "from tiering import ReqContext\n"
+            "ctx = ReqContext('private', {'kv_tiering': {'tiers': []}})\n"
+            "engine.manager.on_new_request(ctx)\n"
+            "out = engine.manager.prepare_store([key_of(300)], ctx)\n"
+            "data = content(300, 0)\n"
+            "engine._rows[int(out.store_spec.block_ids[0]), : len(data)] = np.frombuffer(data, np.uint8)\n"
+            "engine.manager.complete_store([key_of(300)], ctx)\n"
+            "engine.store([301])\n"
+        )
+        assert recorded(service, 9)
+        killed(service, pid)
+        heir = engine_of(service.path)
+        inherits(heir, 9)
+        assert heir.load([300, 301], patience=0.5) == ([301], [])
+
+
+def test_an_engine_with_another_model_finds_nothing(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        other = engine_of(service.path, name="other")
+        assert len(service.regions) == 2
+        nothing_more(service, other)
+        assert other.load(BLOCKS) == ([], [])
+        other.close()
+
+
+def test_rows_of_a_living_engine_are_not_given_away(service: MachineService) -> None:
+    with victim_process(service.path) as (_, _run):
+        assert recorded(service, 8)
+        replica = engine_of(service.path)
+        assert len(service.regions) == 2
+        assert replica.load(BLOCKS) == ([], [])
+        replica.close()
+
+
+def test_rows_that_a_tier_still_writes_are_not_given_away(tmp_path: Path) -> None:
+    """A medium that hangs may write into the rows of an engine that has died long ago."""
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, held={key_of(70)}))
+        return made[-1]
+
+    with ExitStack() as undo:
+        service = undo.enter_context(service_in_thread(tmp_path / "cache.sock", local=build))
+        pid, run = undo.enter_context(victim_process(service.path))
+        assert recorded(service, 8)
+        run("from tests.machine.engines import key_of; ctx = engine.request()")
+        for _ in range(100):
+            run("engine.manager.match_prefix([key_of(70)], engine.request())")
+            if made[0].loads:
+                break
+        assert made[0].loads
+        os.kill(pid, signal.SIGKILL)
+        assert until(lambda: service.regions.left == 1 and regions(service)[0].is_left(), PATIENCE)
+        heir = engine_of(service.path)
+        assert len(service.regions) == 2
+        assert heir.load(BLOCKS, patience=0.5) == ([], [])
+        made[0].finish(made[0].loads[0])
+        service.wake()
+        assert until(lambda: service.regions._is_free(regions(service)[0]), PATIENCE)
+
+
+def test_rows_of_another_capacity_are_freed(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        engine_of(service.path, rows=12)
+        assert [region.claim.rows for region in regions(service)] == [12]
+
+
+def test_of_two_heirs_one_inherits(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        one, two = engine_of(service.path), engine_of(service.path)
+        inherits(one, 8)
+        assert two.load(BLOCKS) == ([], [])
+        assert one.load(BLOCKS) == (BLOCKS, [])
+        one.close()
+        two.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        # A copy into the row had begun: the row is taken, and its bytes are partly those of the next block.
+        ("p = engine.manager.primary_tier; p.drop([k for k in list(p.readable.keys())[:1]])", 7),
+        ("engine._rows[:, 5] ^= 1", 0),
+        ("engine.manager.primary_tier.keeper.taken(np.arange(24))", 0),
+        ("engine.manager.reset_cache()", 0),
+        ("engine.manager.reset_cache('step-1')", 0),
+    ],
+)
+def test_rows_whose_content_does_not_count_are_dropped(service: MachineService, damage: str, left: int) -> None:
+    with victim_process(service.path) as (pid, run):
+        assert recorded(service, 8)
+        run(damage)
+        killed(service, pid)
+        heir = engine_of(service.path)
+        if left:
+            inherits(heir, left)
+        nothing_more(service, heir)
+        found, wrong = heir.load(BLOCKS, patience=0.5)
+        assert (len(found), wrong) == (left, [])
+        heir.close()
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_row_unreadable(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, run):
+        assert recorded(service, 8)
+        run(
+            "from tests.machine.engines import key_of\n"
+            "ctx = engine.request()\n"
+            "out = engine.manager.prepare_store([key_of(number) for number in range(100, 120)], ctx)\n"
+            "engine._rows[out.store_spec.block_ids] = 7\n"
+        )
+        killed(service, pid)
+        heir = engine_of(service.path)
+        nothing_more(service, heir)
+        found, wrong = heir.load([*BLOCKS, *range(100, 120)], patience=0.5)
+        assert wrong == []
+        assert len(found) == 4
+        assert inherited(heir) == 4
+        heir.close()
+
+
+def test_a_new_common_state_of_the_weights_drops_the_record(service: MachineService) -> None:
+    """Another engine is reset while the first one's rows wait."""
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        other = SmallEngine(service.path)
+        assert other.serving()
+        killed(service, pid)
+        other.manager.reset_cache("step-1")
+        assert other.serving()
+        heir = engine_of_later(service.path, revision="step-1")
+        nothing_more(service, heir)
+        assert heir.load(BLOCKS, patience=0.5) == ([], [])
+        heir.close()
+        other.close()
+
+
+def engine_of_later(socket: Path, **words: Any) -> SmallEngine:
+    engine = SmallEngine(socket, machine=KEEP, **words)
+    assert engine.serving()
+    return engine
+
+
+def test_rows_that_the_heir_has_used_are_left_alone(service: MachineService) -> None:
+    """Its tiers may join long after it has begun to store."""
+    hold = threading.Event()
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        verify = service.regions._verify
+        service.regions._verify = lambda region: verify(region) if hold.is_set() else None  # type: ignore[method-assign]
+        heir = engine_of(service.path)
+        heir.store(range(200, 216))
+        hold.set()
+        nothing_more(service, heir)
+        found, wrong = heir.load([*BLOCKS, *range(200, 216)], patience=0.5)
+        assert wrong == []
+        assert set(range(200, 216)) <= set(found)
+        heir.close()
+
+
+def test_the_rows_of_an_heir_outlive_it_too(service: MachineService) -> None:
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        with victim_process(service.path, blocks=()) as (second, run):
+            run("assert engine.settle(lambda: engine.manager._stats.inherited_blocks == 8)")
+            run("engine.store(range(50, 54))")
+            assert until(lambda: len(regions(service)[0].entries) == 12, PATIENCE)
+            killed(service, second)
+            heir = engine_of(service.path)
+            inherits(heir, 12)
+            wanted = [*BLOCKS, *range(50, 54)]
+            assert heir.load(wanted) == (wanted, [])
+            heir.close()
+
+
+def test_rows_that_no_engine_claims_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.machine.regions.LEAVE_SECONDS", 0.0)
+    with service_in_thread(tmp_path / "cache.sock", MEMORY) as service:
+        service.regions._keep_seconds = 0.0
+        with victim_process(service.path) as (pid, _):
+            assert recorded(service, 8)
+            os.kill(pid, signal.SIGKILL)
+            assert until(lambda: len(service.regions) == 0, PATIENCE)
+
+
+def test_rows_of_an_engine_that_was_closed_are_freed_while_its_process_lives(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.machine.regions.LEAVE_SECONDS", 0.0)
+    engine = engine_of(service.path)
+    engine.store(BLOCKS)
+    engine.close()
+    assert until(lambda: len(service.regions) == 0, PATIENCE)
+
+
+def test_without_a_service_the_rows_are_the_engines_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = SmallEngine(tmp_path / "nothing.sock", machine=KEEP)
+    assert not isinstance(engine.manager.primary_tier._region, KeptRegion)
+    engine.store(BLOCKS)
+    assert engine.load(BLOCKS) == (BLOCKS, [])
+    assert "the rows will not outlive this engine" in caplog.text
+    engine.close()
+
+
+def test_without_the_word_no_rows_are_claimed(service: MachineService) -> None:
+    engine = SmallEngine(service.path)
+    assert engine.serving()
+    assert len(service.regions) == 0
+    assert engine.manager.primary_tier.keeper is None
+    engine.close()
+
+
+def test_an_engine_goes_on_when_the_service_ends(tmp_path: Path) -> None:
+    with service_in_thread(tmp_path / "cache.sock", MEMORY) as service:
+        engine = engine_of(service.path)
+        engine.store(BLOCKS)
+    assert engine.settle(lambda: engine.manager.primary_tier.keeper is None)
+    engine.store(range(20, 24))
+    wanted: Sequence[int] = [*BLOCKS, *range(20, 24)]
+    assert engine.load(wanted) == (wanted, [])
+    rows = np.asarray(engine.manager.primary_tier.get_kv_memoryview())
+    assert any(row[:10].tobytes() == content(0, 0)[:10] for row in rows)
+    engine.close()

@@ -1,0 +1,181 @@
+"""Rows that the service has made, as the processes of an engine map them.
+
+Each process that maps the rows claims them over a connection of its own, which stays open: the service hands the rows
+to a later engine once all these processes are dead. All processes of an engine claim by one name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.api.namespace import ModelIdentity
+from tiering.errors import RegionError, TieringError
+from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket
+from tiering.machine.messages import MAX_MESSAGE, Kind, Record, messages, pack, read
+from tiering.machine.options import MachineOptions
+from tiering.machine.rows import check_rows
+from tiering.primary.memory.prefault import Share
+from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.room import check_room
+
+_log = logging.getLogger("kv_tiering.machine")
+
+WORD_BYTES = 8
+"""Bytes of a row's word: odd while the row's content does not count, another number after each change."""
+
+
+class KeptRegion(SharedRegion):
+    """Rows of the service, with a word per row."""
+
+    __slots__ = ("connection", "words")
+
+    connection: ServiceSocket
+    """The connection of the claim."""
+    words: NDArray[np.uint64]
+    """A word per row."""
+
+    @classmethod
+    def claim(
+        cls,
+        path: str,
+        text: bytes,
+        num_rows: int,
+        row_bytes: int,
+        *,
+        sides: int,
+        mark: bytes | None,
+        share: Share | None,
+    ) -> Self:
+        """Claim rows at the service, and map them.
+
+        Args:
+            path: path of the service's socket.
+            text: description of the rows, see :func:`describe`.
+            num_rows: number of rows.
+            row_bytes: size of a row in bytes.
+            sides: number of claims of the engine.
+            mark: as in :meth:`SharedRegion.open_shared`.
+            share: as in :meth:`SharedRegion.open_shared`.
+
+        Raises:
+            TieringError: the service refuses, or the rows cannot be mapped.
+            OSError: nothing answers at ``path``.
+        """
+        connection, fds = _ask(path, text)
+        own = -1
+        try:
+            if len(fds) != 2:
+                raise RegionError(f"the service sent {len(fds)} descriptors")
+            # Locks belong to an open description, which a descriptor that was sent shares with the service.
+            own = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR | os.O_CLOEXEC)
+            if not os.fstat(own).st_blocks:
+                check_room(num_rows * row_stride(row_bytes), None)
+            check_rows(own, num_rows * row_stride(row_bytes))
+            check_rows(fds[1], num_rows * WORD_BYTES)
+            region = cls.join(own, num_rows, row_bytes, sides=sides, mark=mark)
+            own = -1
+            region.connection = connection
+            region.words = np.frombuffer(mmap.mmap(fds[1], num_rows * WORD_BYTES), np.uint64)
+        except BaseException:
+            connection.close()
+            if own >= 0:
+                os.close(own)
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return region._prefaulted(region.fd, share)
+
+    def close(self) -> None:
+        super().close()
+        self.connection.close()
+
+
+def _ask(path: str, text: bytes) -> tuple[ServiceSocket, list[int]]:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    fds: list[int] = []
+    try:
+        peer.settimeout(HANDSHAKE_SECONDS)
+        peer.connect(path)
+        ((message, _),) = messages([pack(Record(Kind.CLAIM, text=text))], 0)
+        peer.send(message)
+        answer, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 2, socket.MSG_CMSG_CLOEXEC)
+        if not answer:
+            raise TieringError("the service hung up")
+        (record,) = read(answer, 0)
+        if record.kind != Kind.WELCOME:
+            raise TieringError(record.text.decode(errors="replace"))
+        peer.settimeout(None)
+        connection = ServiceSocket(peer)
+        connection.received = 1
+    except BaseException as error:
+        peer.close()
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, ValueError):
+            raise TieringError("the service sent another answer to a claim") from error
+        raise
+    return connection, fds
+
+
+def describe(
+    name: str, model: ModelIdentity, group_bytes: Sequence[int], words: Sequence[str | None], **numbers: int
+) -> bytes:
+    """Return the text of a claim.
+
+    Args:
+        name: name that all processes of the engine use.
+        model: identity of the model; its weights may not be known yet, and do not count.
+        group_bytes: bytes of a block, per KV-cache group.
+        words: further words of the stack that engines with equal blocks have in common.
+        numbers: ``rows``, ``stride``, ``sides`` and ``tiers``.
+    """
+    alike = json.dumps([model.name, model.dtype, repr(model.layout), list(group_bytes), *words]).encode()
+    return json.dumps({"name": name, "alike": hashlib.sha256(alike).hexdigest(), **numbers}).encode()
+
+
+def claim_rows(
+    options: MachineOptions,
+    name: str,
+    model: ModelIdentity,
+    group_bytes: Sequence[int],
+    words: Sequence[str | None],
+    num_rows: int,
+    *,
+    sides: int = 1,
+    mark: bytes | None = None,
+    share: Share | None = None,
+) -> KeptRegion | None:
+    """Return rows of the service; None, with a line in the log, if it cannot give any.
+
+    Args:
+        options: the stack's word ``machine``.
+        name: name that all processes of the engine use.
+        model: identity of the model.
+        group_bytes: bytes of a block, per KV-cache group.
+        words: further words of the stack that engines with equal blocks have in common.
+        num_rows: number of rows.
+        sides: number of claims of the engine; default 1.
+        mark: as in :meth:`SharedRegion.open_shared`.
+        share: as in :meth:`SharedRegion.open_shared`.
+    """
+    row_bytes = max(group_bytes)
+    path = str(Path(options.socket).expanduser())
+    numbers = {"rows": num_rows, "stride": row_stride(row_bytes), "sides": sides, "tiers": len(options.tiers)}
+    text = describe(name, model, group_bytes, words, **numbers)
+    try:
+        return KeptRegion.claim(path, text, num_rows, row_bytes, sides=sides, mark=mark, share=share)
+    except (OSError, TieringError) as error:
+        _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
+        return None

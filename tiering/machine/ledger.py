@@ -1,0 +1,145 @@
+"""The engine's record of the blocks in rows that outlive it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiering.api.keys import OffloadKey
+from tiering.api.transfer import Rows
+from tiering.machine.claim import WORD_BYTES, KeptRegion
+from tiering.machine.messages import MAX_KEYS, MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
+from tiering.machine.tier import MachineTier
+from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.agreement import EpochAgreement
+
+_log = logging.getLogger("kv_tiering.machine")
+
+MESSAGES_PER_STEP = 8
+"""Largest number of messages that a step sends, and that it reads."""
+
+MOST_PENDING = 1 << 16
+"""Rows that wait to be reported, beyond which the oldest are not."""
+
+_ONE, _TWO = np.uint64(1), np.uint64(2)
+_Words = NDArray[np.uint64]
+
+
+class RowLedger:
+    """Keeps the words of the rows, and reports their blocks to the service.
+
+    The scheduler's thread calls all methods. A word is odd from the moment that a row is taken until it is written, so
+    that a row whose engine died meanwhile does not count. The service computes a digest of each reported block, and
+    compares the word before and after.
+
+    Args:
+        region: the rows.
+        primary: the CPU tier over them.
+        tiers: the tiers of the service; blocks are reported while all of them have accepted the rows.
+        agreement: agreement of the tiers, for which inherited blocks count as blocks of this engine.
+        inherited: function that is called with each number of blocks that were inherited.
+    """
+
+    def __init__(
+        self,
+        region: KeptRegion,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: Sequence[MachineTier],
+        agreement: EpochAgreement,
+        inherited: Callable[[int], object],
+    ) -> None:
+        self._words: _Words = region.words
+        self._connection = region.connection
+        self._primary = primary
+        self._tiers = tiers
+        self._agreement = agreement
+        self._inherited = inherited
+        self._pending: deque[tuple[Sequence[OffloadKey], Rows, _Words]] = deque()
+        self._num_pending = 0
+        self._unsent = [pack(Record(Kind.HELD))]
+        """Packed records that have not been sent; the first names this connection as that of the manager."""
+
+    def taken(self, rows: Rows) -> None:
+        self._words[rows] = (self._words[rows] | _ONE) + _TWO
+
+    def written(self, rows: Rows) -> None:
+        self._words[rows] = (self._words[rows] | _ONE) + _ONE
+
+    def report(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        self._pending.append((keys, rows, self._words[rows]))
+        self._num_pending += len(rows)
+        while self._num_pending > MOST_PENDING:
+            self._num_pending -= len(self._pending.popleft()[1])
+
+    def cleared(self) -> None:
+        np.bitwise_or(self._words, _ONE, out=self._words)
+        np.add(self._words, _TWO, out=self._words)
+        self._pending.clear()
+        self._num_pending = 0
+
+    def step(self) -> None:
+        try:
+            self._read()
+            self._report()
+        except (OSError, MessageError) as error:
+            _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
+            self._primary.keeper = None
+
+    # -------------------------------------------------------------------------------------------------------- reporting
+
+    def _report(self) -> None:
+        if self._pending:
+            weights = {tier.settled_weights for tier in self._tiers}
+            if len(weights) == 1 and (found := weights.pop()) is not None:
+                while self._pending and len(self._unsent) < MESSAGES_PER_STEP:
+                    keys, rows, words = self._pending.popleft()
+                    self._num_pending -= len(rows)
+                    for first in range(0, len(rows), MAX_KEYS):
+                        part = slice(first, first + MAX_KEYS)
+                        text = words[part].tobytes() + found.encode()
+                        self._unsent.append(
+                            pack(Record(Kind.HELD, text=text, keys=keys[part], rows=rows[part].tolist()))
+                        )
+        sent = 0
+        for message, count in messages(self._unsent, self._connection.sent):
+            try:
+                self._connection.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                break
+            self._connection.sent += 1
+            sent += count
+        del self._unsent[:sent]
+
+    # ------------------------------------------------------------------------------------------------------- inheriting
+
+    def _read(self) -> None:
+        for _ in range(MESSAGES_PER_STEP):
+            try:
+                message = self._connection.socket.recv(MAX_MESSAGE + 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not message:
+                raise MessageError("the service has ended the connection")
+            records = read(message, self._connection.received)
+            self._connection.received += 1
+            for record in records:
+                if record.kind == Kind.KEPT:
+                    self._inherit(record)
+
+    def _inherit(self, record: Record) -> None:
+        """Make those blocks readable whose rows have not been used since their verification."""
+        rows = np.asarray(record.rows, np.int64)
+        if len(record.text) != WORD_BYTES * len(rows) or not len(rows) or int(rows.max()) >= len(self._words):
+            raise MessageError("the service sent rows that are not the engine's")
+        words = np.frombuffer(record.text, np.uint64)
+        good = (self._words[rows] == words) & (words & _ONE == 0)
+        chosen = dict(zip(compress(record.keys, good), rows[good].tolist(), strict=True))
+        # For a shared medium that is found later, the rows hold older blocks.
+        self._agreement.in_use = True
+        self._inherited(self._primary.inherit(list(chosen), np.fromiter(chosen.values(), np.int64, len(chosen))))

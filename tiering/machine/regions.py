@@ -1,0 +1,436 @@
+"""Rows that outlive engines, which the service makes and hands to the next engine.
+
+A region's life::
+
+                claim             all connections end        all processes dead, and a claim that is alike
+    (none) ---------------> in use ----------------------> left ------------------------------------------> in use
+                               ^ claims of other                 |
+                               | processes by this name          | a process lives on, or no claim comes in time
+                                                                 v
+                                                              closed
+
+An engine reports which rows hold which blocks. A digest of each is computed here, and counts if the row's word is even
+and the same before and after. The next engine gets a row only if the word is still that one and the digest fits. The
+record also has a stamp: weights and generations of the namespace's tiers. Rows of another stamp never count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import select
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from tiering.api.keys import GROUP_BYTES, OffloadKey
+from tiering.api.units import format_bytes
+from tiering.errors import ConfigError, RegionError
+from tiering.machine.claim import WORD_BYTES
+from tiering.machine.messages import Kind, MessageError, Record
+from tiering.machine.peers import Peer, Stamp, stamp_of
+from tiering.primary.memory.region import MAX_SIDES, PAGE, make_sealed
+from tiering.runtime.pool import ThreadPool
+
+_log = logging.getLogger("kv_tiering.machine")
+
+MOST_REGIONS = 64
+"""Largest number of regions, in use or left."""
+
+LEAVE_SECONDS = 10.0
+"""Seconds within which the processes of an engine must end after it has left its rows."""
+
+MOST_PENDING = 1 << 16
+"""Rows of one region that wait for their digest, beyond which reports are dropped."""
+
+PART = 64
+"""Rows whose digests are computed in one piece of work."""
+
+PARTS_AHEAD = 4
+"""Pieces of work of one region that run at the same time before it is handed over."""
+
+_LONGEST_NAME = 4096
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The block that one row holds."""
+
+    key: OffloadKey
+    word: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowsClaim:
+    """The text of a claim."""
+
+    name: str
+    """Name that all processes of the engine use."""
+    alike: str
+    """Digest of the words in which engines agree whose blocks may be equal."""
+    rows: int
+    """Number of rows."""
+    stride: int
+    """Bytes from one row to the next."""
+    sides: int
+    """Number of claims of the engine."""
+    tiers: int
+    """Number of tiers that the engine uses."""
+
+    @classmethod
+    def of(cls, text: bytes) -> RowsClaim:
+        """Return the claim in the text of a record.
+
+        Raises:
+            MessageError: it is none, or a number is beyond a bound.
+        """
+        try:
+            found = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise MessageError(f"the claim cannot be read: {error}") from error
+        numbers = (found.rows, found.stride, found.sides, found.tiers)
+        if not all(type(word) is int and 0 < word < 1 << 40 for word in numbers) or found.sides > MAX_SIDES:
+            raise MessageError("a number of the claim is beyond its bounds")
+        if not all(type(word) is str and len(word) <= _LONGEST_NAME for word in (found.name, found.alike)):
+            raise MessageError("a word of the claim has the wrong type or length")
+        if found.stride % PAGE:
+            raise MessageError("the rows of the claim do not begin on pages")
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Rows of one engine, and the record of their blocks."""
+
+    claim: RowsClaim
+    """The last claim."""
+    fd: int
+    """Memory of the rows and a page; sealed against a change of its size."""
+    words_fd: int
+    """Memory of the words; sealed."""
+    rows: NDArray[np.uint8]
+    """The rows."""
+    words: NDArray[np.uint64]
+    """A word per row, which the engine changes."""
+    file: tuple[int, int]
+    """Device and inode of the rows' memory, by which the tiers' connections of its engine are found."""
+    peers: list[Peer] = field(default_factory=list)
+    """The open connections of the claims."""
+    pidfds: list[int] = field(default_factory=list)
+    """Descriptors of the processes that have mapped the rows."""
+    unproved: bool = False
+    """True if the kernel gives no descriptor of some process."""
+    keeper: Peer | None = None
+    """The connection that reports blocks; None before the first report."""
+    left_at: float | None = None
+    """Time at which the last connection has ended; None while one is open."""
+    stamp: Stamp | None = None
+    """Stamp of the recorded blocks; None if there are none."""
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    """The recorded blocks by row, the most recent ones last."""
+    era: int = 0
+    """Number that changes whenever the record is emptied."""
+    pending: int = 0
+    """Rows whose digest is being computed."""
+    offer: deque[int] | None = None
+    """Rows to verify for the engine that has claimed the region; None: nothing is to be handed over."""
+    verifying: int = 0
+    """Pieces of work that verify rows at the moment."""
+
+    def empty(self) -> None:
+        """Drop the record."""
+        self.entries, self.stamp, self.offer = {}, None, None
+        self.era += 1
+
+    def is_left(self) -> bool:
+        """Return True if all processes that have mapped the rows are dead."""
+        if self.peers or self.unproved:
+            return False
+        poll = select.poll()
+        for pidfd in self.pidfds:
+            poll.register(pidfd, select.POLLIN)
+        return len(poll.poll(0)) == len(self.pidfds)
+
+
+_Found = list[tuple[int, _Entry]]
+
+
+class Regions:
+    """The regions of a service; its thread calls all methods.
+
+    Args:
+        pool: threads that compute digests.
+        wake: function that wakes the service's thread, from any thread.
+        clock: function that returns monotonic seconds.
+        most_bytes: largest number of bytes of the rows of one engine.
+        keep_seconds: seconds for which the rows of an engine that has ended wait for the next one.
+        peers: all connections of the service.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        most_bytes: int,
+        keep_seconds: float,
+        peers: Mapping[int, Peer],
+    ) -> None:
+        self._pool = pool
+        self._wake = wake
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._keep_seconds = keep_seconds
+        self._peers = peers
+        self._regions: list[Region] = []
+        self._named: dict[str, Region] = {}
+        self._of: dict[Peer, Region] = {}
+        self._done: deque[tuple[Region, int, bool, int, _Found]] = deque()
+        self.handed_over = 0
+        """Number of rows that later engines were given."""
+
+    def __contains__(self, peer: Peer) -> bool:
+        """Return True if rows are claimed over this connection."""
+        return peer in self._of
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    @property
+    def left(self) -> int:
+        """Number of regions whose engine has ended."""
+        return sum(region.left_at is not None for region in self._regions)
+
+    # ----------------------------------------------------------------------------------------------------------- claims
+
+    def claim(self, peer: Peer, text: bytes) -> tuple[int, int]:
+        """Return the descriptors of rows and words for a process that claims rows.
+
+        Raises:
+            TieringError: there is no room, or the claim breaks the protocol.
+        """
+        claim = RowsClaim.of(text)
+        if (nbytes := claim.rows * claim.stride) > self._most_bytes:
+            raise ConfigError(
+                f"the engine's CPU tier has {format_bytes(nbytes)}, and primary.capacity in the service's stack "
+                f"allows {format_bytes(self._most_bytes)}; raise it there"
+            )
+        region = self._named.get(claim.name)
+        if region is None or not region.peers or region.claim != claim or len(region.pidfds) >= claim.sides:
+            region = self._named[claim.name] = self._free(claim) or self._make(claim)
+        pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
+        region.unproved |= pidfd < 0
+        region.pidfds.append(pidfd)
+        region.peers.append(peer)
+        region.left_at = None
+        self._of[peer] = region
+        return region.fd, region.words_fd
+
+    def _free(self, claim: RowsClaim) -> Region | None:
+        """Return a region that an engine like this one has left, without its traces; None if there is none."""
+        shape = (claim.alike, claim.rows, claim.stride)
+        for region in self._regions:
+            old = region.claim
+            if (old.alike, old.rows, old.stride) == shape and self._is_free(region):
+                self._named.pop(old.name, None)
+                self._close_pidfds(region)
+                region.claim, region.keeper = claim, None
+                os.pwrite(region.fd, bytes(PAGE), claim.rows * claim.stride)
+                region.offer = deque(reversed(region.entries)) if region.entries else None
+                _log.info("rows of an engine that has ended go to the next; %d are recorded", len(region.entries))
+                return region
+        return None
+
+    def _is_free(self, region: Region) -> bool:
+        """Return True if nothing touches the rows any more: no process, and no job of a tier of the service."""
+        return region.is_left() and all(peer.file != region.file for peer in self._peers.values())
+
+    def _make(self, claim: RowsClaim) -> Region:
+        for region in list(self._regions):
+            if region.claim.alike == claim.alike and self._is_free(region):
+                self._close(region)  # of another capacity: the machine need not have room for both
+        if len(self._regions) >= MOST_REGIONS:
+            raise RegionError(f"the service has {MOST_REGIONS} regions of rows already")
+        nbytes = claim.rows * claim.stride
+        fds: list[int] = []
+        try:
+            fds.append(make_sealed("kv-tiering-kept", nbytes + PAGE))
+            fds.append(make_sealed("kv-tiering-kept", claim.rows * WORD_BYTES))
+            rows = np.frombuffer(mmap.mmap(fds[0], nbytes), np.uint8).reshape(claim.rows, claim.stride)
+            words = np.frombuffer(mmap.mmap(fds[1], claim.rows * WORD_BYTES, prot=mmap.PROT_READ), np.uint64)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        found = os.fstat(fds[0])
+        region = Region(claim, fds[0], fds[1], rows, words, (found.st_dev, found.st_ino))
+        self._regions.append(region)
+        return region
+
+    def leave(self, peer: Peer) -> None:
+        """End the claim of a process, which may live on."""
+        region = self._of.pop(peer, None)
+        if region is not None:
+            region.peers.remove(peer)
+            if not region.peers:
+                region.left_at, region.offer = self._clock(), None
+
+    def step(self) -> None:
+        """Take digests, hand rows over, and close regions that no engine has claimed in time."""
+        while self._done:
+            region, era, verified, number, found = self._done.popleft()
+            if verified:
+                region.verifying -= 1
+            else:
+                region.pending -= number
+            if era != region.era:
+                continue
+            if verified:
+                self._hand_over(region, found)
+            else:
+                for row, entry in found:
+                    region.entries.pop(row, None)  # the most recent ones are the last
+                    region.entries[row] = entry
+        now = self._clock()
+        for region in list(self._regions):
+            if region.offer is not None:
+                self._verify(region)
+            if region.left_at is None or now < region.left_at + min(LEAVE_SECONDS, self._keep_seconds):
+                continue
+            if now >= region.left_at + self._keep_seconds or not self._is_free(region):
+                self._close(region)
+
+    def close(self) -> None:
+        """Close all regions; engines that have mapped one keep it."""
+        for region in list(self._regions):
+            self._close(region)
+
+    def _close(self, region: Region) -> None:
+        region.empty()
+        self._regions.remove(region)
+        if self._named.get(region.claim.name) is region:
+            del self._named[region.claim.name]
+        self._close_pidfds(region)
+        region.rows, region.words = np.empty((0, PAGE), np.uint8), np.empty(0, np.uint64)
+        os.close(region.fd)
+        os.close(region.words_fd)
+
+    @staticmethod
+    def _close_pidfds(region: Region) -> None:
+        for pidfd in region.pidfds:
+            if pidfd >= 0:
+                os.close(pidfd)
+        region.pidfds.clear()
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def take(self, peer: Peer, record: Record) -> None:
+        """Record the blocks in some rows, once their digests are known.
+
+        Raises:
+            MessageError: the record breaks the protocol.
+        """
+        region = self._of[peer]
+        if record.kind != Kind.HELD:
+            raise MessageError(f"an engine sent a record of kind {record.kind} about its rows")
+        region.keeper = region.keeper or peer
+        if region.keeper is not peer:
+            raise MessageError("two processes of an engine report its rows")
+        if not record.keys:
+            return
+        rows = record.rows
+        text = WORD_BYTES * len(rows)
+        if not rows or max(rows) >= region.claim.rows or len({*rows}) < len(rows) or len(record.text) < text:
+            raise MessageError("a report has rows beyond those of its engine, one row twice, or none")
+        stamp = stamp_of(self._peers, region.file, region.claim.tiers)
+        if stamp is None or stamp[1].encode() != record.text[text:] or region.offer is not None:
+            return
+        groups, stride = stamp[0].groups, stamp[0].rows.stride
+        if stride != region.claim.stride or any(_group(key) >= len(groups) for key in record.keys):
+            raise MessageError("a report has keys of unknown groups")
+        if stamp != region.stamp:
+            region.empty()
+            region.stamp = stamp
+        if region.pending + len(rows) > MOST_PENDING:
+            return
+        region.pending += len(rows)
+        words = np.frombuffer(record.text, np.uint64, len(rows)).tolist()
+        held = list(zip(rows, record.keys, words, strict=True))
+        for first in range(0, len(held), PART):
+            self._compute(region, groups, held[first : first + PART])
+
+    def _compute(self, region: Region, groups: tuple[int, ...], held: Sequence[tuple[int, OffloadKey, int]]) -> None:
+        """Compute the digests of rows, without which a report does not count."""
+        era, memory, words = region.era, region.rows, region.words
+
+        def done(found: _Found) -> None:
+            self._done.append((region, era, False, len(held), found))
+            self._wake()
+
+        self._pool.run(lambda: done(_digests(memory, words, groups, held)), lambda _: done([]))
+
+    def _verify(self, region: Region) -> None:
+        """Verify further rows for the engine that has claimed the region."""
+        stamp = stamp_of(self._peers, region.file, region.claim.tiers)
+        if stamp is None or region.keeper is None or region.offer is None:
+            return
+        if stamp != region.stamp:
+            region.empty()
+            return
+        groups = stamp[0].groups
+        while region.offer and region.verifying < PARTS_AHEAD and not region.keeper.behind:
+            rows = [region.offer.popleft() for _ in range(min(PART, len(region.offer)))]
+            entries = [(row, region.entries[row]) for row in rows if row in region.entries]
+            self._check(region, groups, entries)
+        if not region.offer and not region.verifying:
+            region.offer = None
+
+    def _check(self, region: Region, groups: tuple[int, ...], entries: _Found) -> None:
+        era, memory, words = region.era, region.rows, region.words
+        region.verifying += 1
+
+        def done(found: _Found) -> None:
+            self._done.append((region, era, True, len(entries), found))
+            self._wake()
+
+        def work() -> None:
+            held = [(row, entry.key, entry.word) for row, entry in entries]
+            good = dict(_digests(memory, words, groups, held))
+            done([(row, entry) for row, entry in entries if row in good and good[row].digest == entry.digest])
+
+        self._pool.run(work, lambda _: done([]))
+
+    def _hand_over(self, region: Region, found: _Found) -> None:
+        """Send verified rows to the engine."""
+        if region.keeper is not None and found:
+            text = np.array([entry.word for _, entry in found], np.uint64).tobytes()
+            keys, rows = [entry.key for _, entry in found], [row for row, _ in found]
+            region.keeper.send(Record(Kind.KEPT, text=text, keys=keys, rows=rows))
+            self.handed_over += len(found)
+
+
+def _group(key: OffloadKey) -> int:
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def _digests(
+    memory: NDArray[np.uint8],
+    words: NDArray[np.uint64],
+    groups: tuple[int, ...],
+    held: Sequence[tuple[int, OffloadKey, int]],
+) -> _Found:
+    """Return the entries of those rows that were complete and have not changed meanwhile."""
+    found: _Found = []
+    for row, key, word in held:
+        if word % 2 == 0 and int(words[row]) == word:
+            digest = xxh3_128_digest(memory[row, : groups[_group(key)]].data)
+            if int(words[row]) == word:
+                found.append((row, _Entry(key, word, digest)))
+    return found
