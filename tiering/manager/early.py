@@ -108,7 +108,7 @@ class EarlyPromotions:
         """Number of prefetches of each tenant."""
         self._number = count(1)
         self._prefix = f"kv_tiering prefetch {token_hex(8)}"
-        """First part of the ids of prefetches, which no client knows: each id is that of no other request."""
+        """First part of the ids of prefetches, random: each id is that of no other request."""
         self._awake_until = -math.inf
         self._later: list[tuple[float, int, Sequence[OffloadKey], bytes, float, bool]] = []
         """A heap of prefetches that begin later, by their time."""
