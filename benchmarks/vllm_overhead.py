@@ -175,15 +175,14 @@ def one_round(number: int, engines: Mapping[str, Connection]) -> Round:
 def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Answered]:
     """Return how one engine has answered the parts of a round."""
     parts: dict[str, Answered] = {}
-    if name == IDLE:
-        parts["new"] = ask(engine, small(seeds, {"load": False, "store": False}))
-        empty(engine, "gpu")
-        return parts
-    long = Load((seeds[0] + 500,), LONG_LENGTH, 1)
+    words = {"load": False, "store": False} if name == IDLE else {}
+    long = Load((seeds[0] + 500,), LONG_LENGTH, 1, words=words)
     behind = name.startswith((LOCAL, S3))
-    for new, again, load in (("new", "again", small(seeds)), ("long new", "long again", long)):
+    for new, again, load in (("new", "again", small(seeds, words)), ("long new", "long again", long)):
         parts[new] = ask(engine, load)
         empty(engine, "gpu")
+        if name == IDLE:
+            continue
         parts[again] = ask(engine, load)
         empty(engine, "gpu")
         if behind:
@@ -191,7 +190,7 @@ def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Ans
             parts[again + EMPTIED] = ask(engine, load)
             empty(engine, "gpu")
     spins = Load(long.seeds, LONG_LENGTH, 1, pauses=False)
-    if name != NONE:
+    if name not in (NONE, IDLE):
         parts["spins"] = ask(engine, spins)
         empty(engine, "gpu")
     if behind:
@@ -201,9 +200,9 @@ def turn(name: str, engine: Connection, seeds: tuple[int, ...]) -> dict[str, Ans
     return parts
 
 
-def small(seeds: tuple[int, ...], words: dict[str, Any] | None = None) -> Load:
+def small(seeds: tuple[int, ...], words: dict[str, Any]) -> Load:
     """Return the round's small requests, with ``words`` for the tiers."""
-    return Load(seeds, SMALL_LENGTH, SMALL_OUTPUTS, AT_ONCE, words or {})
+    return Load(seeds, SMALL_LENGTH, SMALL_OUTPUTS, AT_ONCE, words)
 
 
 def ask(engine: Connection, load: Load) -> Answered:
