@@ -110,8 +110,8 @@ class EarlyPromotions:
         self._prefix = f"kv_tiering prefetch {token_hex(8)}"
         """First part of the ids of prefetches, random: each id is that of no other request."""
         self._awake_until = -math.inf
-        self._later: list[tuple[float, int, Sequence[OffloadKey], bytes, float, bool]] = []
-        """A heap of prefetches that begin later, by their time."""
+        self.later: list[tuple[float, int, Sequence[OffloadKey], bytes, float, bool]] = []
+        """A heap of prefetches that begin later, by their time; :meth:`prefetch` and :meth:`step` change it."""
 
     @property
     def steps_idle(self) -> bool:
@@ -121,7 +121,7 @@ class EarlyPromotions:
     @property
     def next_due(self) -> float:
         """Time before which no prefetch begins."""
-        return self._later[0][0] if self._later else math.inf
+        return self.later[0][0] if self.later else math.inf
 
     def add(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """Promote what the tiers hold of the prefix of a request that waits in the engine's queue."""
@@ -150,9 +150,9 @@ class EarlyPromotions:
             has_holes: True to go on behind a block that no tier holds; default False.
         """
         if after:
-            if len(self._later) < MOST_WAITING:
+            if len(self.later) < MOST_WAITING:
                 later = (self._clock() + after, next(self._number), keys, tenant, per_second, has_holes)
-                heapq.heappush(self._later, later)
+                heapq.heappush(self.later, later)
             return
         if len(self.waiting) >= MOST_WAITING or self._prefetches[tenant] >= MOST_PREFETCHES:
             return
@@ -165,8 +165,8 @@ class EarlyPromotions:
     def step(self) -> None:
         """Begin the prefetches that are due, and look at the next requests and prefetches in turn."""
         now = self._clock()
-        while self._later and self._later[0][0] <= now:
-            _, _, keys, owner, per_second, has_holes = heapq.heappop(self._later)
+        while self.later and self.later[0][0] <= now:
+            _, _, keys, owner, per_second, has_holes = heapq.heappop(self.later)
             self.prefetch(keys, owner, per_second, has_holes=has_holes)
         for _ in range(min(LOOKS_PER_STEP, len(self.waiting))):
             early = self.waiting.popleft()
@@ -189,7 +189,7 @@ class EarlyPromotions:
         """End all prefetches, and let no request wait, for a reset."""
         waiting, self.waiting = self.waiting, deque()
         self._prefetches.clear()
-        self._later.clear()
+        self.later.clear()
         for early in waiting:
             if early.tenant is not None:
                 self._finish(early.request.ctx)

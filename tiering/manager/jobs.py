@@ -178,23 +178,17 @@ class TierJobs:
         rows.flags.writeable = False
         self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
 
-    def cascade_stores(
-        self, stores: Sequence[tuple[Iterable[TierState], Sequence[OffloadKey], Rows, ReqContext]]
-    ) -> None:
-        """Offer the blocks of stores that have ended in one step, as one job to a tier that mixes requests.
+    def begin_together(self, blocks: int) -> None:
+        """Let the next ``blocks`` that are offered become one job of a tier that mixes requests."""
+        self._together = blocks
 
-        Args:
-            stores: the arguments of :meth:`cascade`, for each store.
-        """
-        self._together = sum([len(keys) for _, keys, _, _ in stores]) if len(stores) > 1 else 0
-        for states, keys, rows, ctx in stores:
-            self.cascade(states, keys, rows, ctx)
-        if self._together:
-            self._together = 0
-            for state in self._states:
-                state.credit = 0.0  # the tier was asked about these blocks only
-                if state in self._gathered:
-                    self._submit_gathered(state)
+    def submit_together(self) -> None:
+        """Submit the blocks that were offered since :meth:`begin_together`."""
+        self._together = 0
+        for state in self._states:
+            state.credit = 0.0  # the tier was asked about these blocks only
+            if state in self._gathered:
+                self._submit_gathered(state)
 
     def _gather(self, state: TierState, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Keep admitted blocks, for which there is credit, until the last store of the step is offered."""
@@ -502,7 +496,7 @@ class TierJobs:
         now = self._clock()
         for state in self._states if request is None else request.tiers:
             due = state.settled_until.take(rows) <= now
-            number = np.count_nonzero(due)
+            number = len(due.nonzero()[0])
             if number and state.in_service:
                 asked = tuple(keys if number == len(keys) else compress(keys, due.tolist()))
                 used = rows[due]

@@ -151,6 +151,7 @@ class TieringOffloadingManager(MissFacts):
         )
         self._steps = TierSteps(self._tiers, self._jobs, self._readable)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
+        self._gates = self._search.gates
         self._open_lookups = OpenLookups(
             self.news, all(tier.traits.announces_news for tier in self.secondary_tiers), clock
         )
@@ -200,7 +201,7 @@ class TieringOffloadingManager(MissFacts):
             request.is_early, request.awaited = False, None  # the early search has left some tiers out
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
-        if request.load_by != math.inf and request.load_by <= self._clock():
+        if self._gates and request.load_by <= self._clock():
             self._promotions.cut(request)
         position = None
         if request.awaited is not None:
@@ -214,7 +215,7 @@ class TieringOffloadingManager(MissFacts):
         if hits == len(keys):
             if request in self._waits:
                 self._waiters.settle(request, keys)
-            if not request.asked:
+            if self._gates and not request.asked:
                 request.load_by = math.inf
             return PrefixMatch(hits, False)
         if not request.tiers and keys[hits] not in self.primary_tier.pending:
@@ -247,7 +248,7 @@ class TieringOffloadingManager(MissFacts):
 
     @property
     def gates_loads(self) -> bool:
-        return self._search.gates
+        return self._gates
 
     def waits_until(self, req_context: ReqContext) -> float:
         """Return the time until which a request waits for gated loads; infinity if it does not."""
@@ -413,19 +414,22 @@ class TieringOffloadingManager(MissFacts):
 
     def _cascade_ended(self, stores: Sequence[tuple[Sequence[OffloadKey], Rows, ReqContext]]) -> None:
         """Offer the blocks of stores that have ended in one step to the tiers of their requests."""
-        offers = []
+        jobs, several = self._jobs, len(stores) > 1
+        if several:
+            jobs.begin_together(sum([len(keys) for keys, _, _ in stores]))
         for keys, rows, ctx in stores:
-            self._jobs.note_refilled(rows)
+            jobs.note_refilled(rows)
             if ctx is WANTED_STORE:
                 self._cascade_wanted(keys)
             elif ctx is not LATE_STORE:
                 request = self._known.get(ctx.req_id)
                 tiers = self._states if request is None else request.tiers
-                offers.append((tiers, keys, rows, ctx))
+                jobs.cascade(tiers, keys, rows, ctx)
                 if self.primary_tier.keeper is not None and len(tiers) == len(self._states):
                     # What a request keeps from a tier may be private to this process.
                     self.primary_tier.keeper.report(keys, rows)
-        self._jobs.cascade_stores(offers)
+        if several:
+            jobs.submit_together()
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
@@ -604,7 +608,7 @@ class TieringOffloadingManager(MissFacts):
         if self._jobs.awaited:
             self._cascade_awaited()
         warms = self._warm is not None and self._warm.step()
-        if self._early.waiting or self._early.next_due < math.inf:
+        if self._early.waiting or self._early.later:
             self._early.step()
         if self._promotions.queued:
             self._jobs.submit_promotions()

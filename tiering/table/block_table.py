@@ -130,7 +130,7 @@ class BlockTable:
     @property
     def room(self) -> int:
         """Number of rows that :meth:`allocate` could reserve now."""
-        return max(0, self.free + self.evictable)
+        return max(0, self.free_rows.count + self.evictable)
 
     def allocate(self, keys: Sequence[bytes]) -> tuple[Rows, list[bytes]] | None:
         """Reserve a row for each of ``keys``, all unknown at present. The keys are pending from then on.
@@ -149,15 +149,17 @@ class BlockTable:
         take = min(count, free)
         rows = self.free_rows.take(take) if take else NO_ROWS
         if take < count:
-            victims = self.marks.choose(count - take, self.evictable)
+            marks, needed = self.marks, count - take
+            victims = marks.choose(needed, self.evictable) if marks.kinds else self.policy.evict(needed)
             evicted = self.keys[victims].tolist()
             self.readable.remove(evicted)
             self.evictable -= len(victims)
-            if len(victims) > count - take:
-                self.add_free(victims[count - take :])
-                victims = victims[: count - take]
+            if len(victims) > needed:
+                self.add_free(victims[needed:])
+                victims = victims[:needed]
             rows = np.concatenate((rows, victims)) if take else victims
-        self.marks.taken(rows)
+        if self.marks.kinds:
+            self.marks.taken(rows)
         self.refs[rows] = WRITING
         # An array, because numpy releases the interpreter lock while it assigns a list.
         self.keys[rows] = np.fromiter(keys, object, count)
@@ -218,7 +220,8 @@ class BlockTable:
         self.refs[rows] = 0
         self.evictable += len(rows)
         self.policy.insert(rows)
-        self.marks.unread(rows)
+        if self.marks.kinds:
+            self.marks.unread(rows)
 
     def abort(self, keys: Sequence[bytes], rows: Rows) -> None:
         """Free the ``rows`` of pending ``keys``, because their write failed."""
@@ -346,7 +349,7 @@ class BlockTable:
             times: number of readers to add to each row; default 1.
         """
         refs = self.refs[rows]
-        self.evictable -= len(rows) - int(np.count_nonzero(refs))
+        self.evictable -= len(rows) - len(refs.nonzero()[0])  # the method: numpy's functions are written in Python
         self.refs[rows] = refs + times
         self._pins.append(rows)
         self._pinned += len(rows)
@@ -366,14 +369,15 @@ class BlockTable:
         """Remove one reader from each of ``rows``, which are pinned and distinct."""
         refs = self.refs[rows] - 1
         self.refs[rows] = refs
-        if np.count_nonzero(refs):
+        if len(refs.nonzero()[0]):
             rows = rows[refs == 0]
         if not len(rows):
             return
         if self._quarantined:
             rows = self._leave_quarantine(rows)
         self.evictable += len(rows)
-        self.marks.unread(rows)
+        if self.marks.kinds:
+            self.marks.unread(rows)
         self.policy.release(rows)
 
     def touch(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Rows]:
@@ -405,7 +409,8 @@ class BlockTable:
         if len(set(found)) < len(found):  # policies count the rows that change their lists
             keys, found = list(dict.fromkeys(keys)), list(dict.fromkeys(found))
         rows = np.fromiter(found, np.int64, len(found))
-        self.marks.used(rows)
+        if self.marks.kinds:
+            self.marks.used(rows)
         return keys, rows
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:

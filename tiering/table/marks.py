@@ -13,7 +13,7 @@ from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Ro
 
 
 class RowMarks:
-    """The marks of one table; a kind that is not in use costs nothing.
+    """The marks of one table.
 
     Args:
         refs: the table's reference counts.
@@ -21,7 +21,7 @@ class RowMarks:
         policy: the table's eviction policy.
     """
 
-    __slots__ = ("_keys", "_kinds", "_policy", "_refs", "first_victims", "keeping", "released")
+    __slots__ = ("_keys", "_policy", "_refs", "first_victims", "keeping", "kinds", "released")
 
     def __init__(self, refs: RefCounts, keys: RowKeys, policy: EvictionPolicy) -> None:
         self._refs = refs
@@ -33,8 +33,8 @@ class RowMarks:
         """Rows of blocks that no session needs any more; None before the first one."""
         self.keeping: Keeping | None = None
         """Rows that are kept for a time; None before the first one."""
-        self._kinds: list[FirstVictims | Keeping] = []
-        """The kinds in use."""
+        self.kinds: list[FirstVictims | Keeping] = []
+        """The kinds in use; without any, the table need not call :meth:`choose`, :meth:`taken` and :meth:`unread`."""
 
     def begin_first_victims(self, holds: Holds) -> None:
         """Let rows be marked as first victims from now on.
@@ -43,7 +43,7 @@ class RowMarks:
             holds: says for each key whether its block is held elsewhere, so that its row may be evicted first.
         """
         self.first_victims = FirstVictims(self._refs, self._keys, holds)
-        self._kinds.append(self.first_victims)
+        self.kinds.append(self.first_victims)
 
     def hold(self, rows: Rows) -> None:
         """Mark rows whose blocks another cache holds as first victims; the last one is evicted first.
@@ -60,7 +60,7 @@ class RowMarks:
             count: number of rows that are needed.
             evictable: number of rows that could be evicted.
         """
-        if not self._kinds:
+        if not self.kinds:
             return self._policy.evict(count)
         chosen: list[Rows] = []
         for marked in (self.released, self.first_victims):
@@ -81,7 +81,7 @@ class RowMarks:
         """Let ``rows`` be evicted first, the last one before all, until they are used again."""
         if self.released is None:
             self.released = FirstVictims(self._refs, self._keys)
-            self._kinds.append(self.released)
+            self.kinds.append(self.released)
         if self.keeping is not None:
             self.keeping.discard(rows)
         self.released.add(rows)
@@ -96,7 +96,7 @@ class RowMarks:
         """
         if self.keeping is None:
             self.keeping = Keeping(len(self._refs), clock)
-            self._kinds.append(self.keeping)
+            self.kinds.append(self.keeping)
         for marked in (self.released, self.first_victims):
             if marked is not None:
                 marked.discard(rows)
@@ -109,15 +109,15 @@ class RowMarks:
 
     def taken(self, rows: Rows) -> None:
         """Remove the marks of rows that other blocks get."""
-        for kind in self._kinds:
+        for kind in self.kinds:
             kind.discard(rows)
 
     def unread(self, rows: Rows) -> None:
         """Make rows candidates again that have no reader any more, or have just become readable."""
-        for kind in self._kinds:
+        for kind in self.kinds:
             kind.release(rows)
 
     def clear(self) -> None:
         """Remove all marks."""
-        for kind in self._kinds:
+        for kind in self.kinds:
             kind.clear()

@@ -153,7 +153,7 @@ class RecencyLog:
             if len(live) < len(rows):
                 rows = rows[live]
             refs = self._refs[rows]
-            if np.count_nonzero(refs):
+            if len(refs.nonzero()[0]):
                 free = (refs == 0).nonzero()[0][:missing]
                 if len(free) == missing:
                     passed = int(free[-1]) + 1
