@@ -54,7 +54,7 @@ FIRST = 20
 MEMORY = 1000
 """Number of loads over which the mean saving is taken."""
 
-ERRORS = 2.3
+ERRORS = 2.6
 """Half of the interval, in standard errors: they are themselves estimated, from long-tailed values."""
 
 CLOSED_SECONDS = 3600.0
