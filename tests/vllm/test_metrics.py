@@ -13,15 +13,21 @@ from tiering.testing.clock import until
 PROMPTS = [prompt(seed) for seed in range(6)]
 """More than the GPU's blocks and the CPU tier hold."""
 
-WITHOUT_VALUE = {"Cost of requests, dollars a day: {{tier}}"}
-"""Expressions that are rightly without a value: a stack without an object store costs nothing."""
+WITHOUT_VALUE = {
+    "Cost of requests, dollars a day: {{tier}}",
+    *(f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")),
+}
+"""Expressions that are rightly without a value.
+
+A stack without an object store costs nothing, and the worth of a tier that is always loaded is not measured.
+"""
 
 
 def test_every_expression_has_a_value_and_no_alert_fires_while_vllm_runs_well(llama: Path, tmp_path: Path) -> None:
     needs("prometheus")  # before the server, whose start takes a while
     tier = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
     explain = {"socket": str(tmp_path / "why.sock")}
-    stack = {"primary": {"capacity": 24 * BLOCK_BYTES}, "secondary": [tier], "explain": explain}
+    stack = {"primary": {"capacity": 24 * BLOCK_BYTES}, "secondary": [tier], "explain": explain, "report_cached": True}
     (tmp_path / "prometheus").mkdir()
     with serve(llama, stack, tmp_path / "log") as server:
         address = f"http://127.0.0.1:{server.port}/metrics"
