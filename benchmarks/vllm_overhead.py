@@ -13,7 +13,7 @@ an engine that does not rest for 1 ms after a step without a run of the model, a
 
 CPU is that of all threads of the engine, until nothing is in flight, at most 20 s after the last answer. "Thread" is
 the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after the
-last answer. "Calls" are the engine thread's part in calls of the connector, of which vLLM's copy is one. "Runs" are the
+last answer. "Calls" are the engine thread's part in calls of the connector; vLLM's copy is one. "Runs" are the
 steps that ran the model; the other steps wait for an answer. "Copies" are the copies between GPU blocks and the CPU
 tier alone, which differ: ours run in numpy on threads, vLLM's in one native call. A round is refused unless all engines
 give the same answers, all full blocks come back, and disk and bucket then hold each block, as their administration

@@ -52,7 +52,7 @@ LOOKUP_THREADS = 32
 """Maximum number of lookups that run at once."""
 
 LOOKUP_GATHERING = 0.005
-"""Longest time in seconds for which the result of a lookup waits for those of the other lookups that run.
+"""Longest time in seconds for which the result of a lookup waits for those of others.
 
 An engine runs the requests together whose lookups end together. Each further run of its model costs more than this.
 """
@@ -387,7 +387,7 @@ class IoHost:
             self._end(done)
 
     def _end_lookup(self, done: _TaskDone) -> None:
-        """Report a lookup together with the others that run, or after :data:`LOOKUP_GATHERING` or its deadline."""
+        """Report a lookup with the others that run, within :data:`LOOKUP_GATHERING` and its deadline."""
         with self._lock:
             self._gathered.append(done)
             self._lookups_ended += 1

@@ -34,7 +34,7 @@ class RowMarks:
         self.keeping: Keeping | None = None
         """Rows that are kept for a time; None before the first one."""
         self.kinds: list[FirstVictims | Keeping] = []
-        """The kinds in use; without any, the table need not call :meth:`choose`, :meth:`taken` and :meth:`unread`."""
+        """The kinds in use; without any, the table calls none of the methods for marks."""
 
     def begin_first_victims(self, holds: Holds) -> None:
         """Let rows be marked as first victims from now on.
