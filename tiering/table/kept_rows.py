@@ -10,6 +10,7 @@ A share bounds each kind. Beyond it, rows whose time ends soon stay: they take t
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -159,8 +160,7 @@ class KeptRows:
             return
         self._until[marked] = 0.0
         self.rows -= len(marked)
-        owners, counts = np.unique(self._owner[marked], return_counts=True)
-        for owner, gone in zip(owners.tolist(), counts.tolist(), strict=True):
+        for owner, gone in Counter(self._owner[marked].tolist()).items():
             tenant = self._tenants[owner]
             tenant.rows -= gone
             if not tenant.rows:
