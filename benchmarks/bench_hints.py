@@ -1,4 +1,4 @@
-"""Hints of half of the sessions: hits, and the share of the gap between LRU and the optimum that they close.
+"""Hints of half of the sessions: hits, and how far they close the gap from LRU to the optimum.
 
 Traces are replayed through a CPU tier alone. Half of the sessions release themselves at their end and expect their next
 request at its time; each seed draws another half. With lies, one in ten hinted requests states the opposite: a session

@@ -27,7 +27,7 @@ def optimum_of(prompts: Sequence[tuple[int, ...]], capacity: int) -> float:
 
 
 def exhaustive(prompts: Sequence[tuple[int, ...]], capacity: int) -> int:
-    """Return the most hits of single blocks over all choices of victims, of blocks used by no request meanwhile."""
+    """Return the most hits of prompts of one block each, over all choices of victims."""
 
     @cache
     def best(number: int, held: frozenset[int]) -> int:

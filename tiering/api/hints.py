@@ -63,7 +63,7 @@ class KeptBlocks(NamedTuple):
     is_pin: bool = False
     """True if the blocks are pinned, False if they are retained."""
     tenant: bytes = b""
-    """Digest of the cache salt of the request; beyond the share, the tenant with the most blocks keeps fewer."""
+    """Digest of the cache salt; beyond the share, the tenant with the most blocks keeps fewer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class HintOptions(Strict):
     release: bool = True
     """True (default) to evict the blocks of a session first once a hint says that the session is over."""
     retain: KeptShare = 0.5
-    """Largest share of each tier that hints may retain at a time; default 0.5, the largest; 0 to retain none."""
+    """Largest share of each tier that hints may retain at a time; default 0.5, 0 to retain none."""
     expect: bool = True
     """True (default) to retain the blocks of a session that a hint expects to return; see ``retain``."""
     pin: KeptShare = 0.0

@@ -47,7 +47,7 @@ AWAKE_SECONDS = 1.0
 """Time for which an engine without requests steps on after a prefetch has begun something."""
 
 UNDECIDED_PAUSE = 0.05
-"""Shortest time in seconds until a tier that was undecided is asked again; doubled each time, up to a second."""
+"""Shortest pause before an undecided tier is asked again, in seconds; doubled up to a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,7 @@ class EarlyPromotions:
 
     @property
     def steps_idle(self) -> bool:
-        """True if an engine without requests should step for prefetches that have begun something a moment ago."""
+        """True if an engine without requests should step for prefetches that go on."""
         return bool(self._prefetches) and self._clock() < self._awake_until
 
     @property

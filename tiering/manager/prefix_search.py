@@ -64,7 +64,7 @@ class _Walk:
 
 
 class EarlyMatch(NamedTuple):
-    """What an early search has found and begun."""
+    """The result of an early search."""
 
     hits: int
     """Leading blocks that are held or in flight."""

@@ -1,4 +1,4 @@
-"""The hit rate of the optimum: one cache that evicts the block whose next use is farthest away (Belady, 1966).
+"""The optimum: a cache that evicts the block whose next use is farthest away (Belady, 1966).
 
 Requests hit with their leading blocks only, and all blocks of a prompt enter the cache, as in an engine. Of the blocks
 that one request uses next, the tail leaves first.
@@ -29,7 +29,7 @@ class Optimum:
         self._prompts.append(hashes)
 
     def hit_rate(self, capacity: int) -> float:
-        """Return the share of all blocks that hit in a cache of ``capacity`` blocks, once the whole trace was read."""
+        """Return the share of all blocks that hit in a cache of ``capacity`` blocks."""
         if capacity not in self._rates:
             self._rates[capacity] = self._replay(capacity)
         return self._rates[capacity]

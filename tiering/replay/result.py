@@ -138,7 +138,7 @@ class ReplayResult:
     seconds: float
     """Duration of the replay itself, in seconds."""
     optimum: float | None = None
-    """Share of all prompt blocks that the optimum serves with the memory of CPU tier and accelerator; None: no hints.
+    """Share of the blocks that the optimum serves with the same memory; None without hints.
 
     The optimum has no other tiers, and evicts the block whose next use is farthest away.
     """

@@ -26,7 +26,7 @@ RENEWAL = 8
 """A row that is kept already is kept anew if that adds one part in so many to its time."""
 
 MOST_LISTED = 2
-"""Quotient of the rows that were put into the heaps and all rows, beyond which the heaps are made anew."""
+"""Quotient of the rows put into the heaps and all rows, beyond which the heaps are made anew."""
 
 LONGEST_LOOK = 4096
 """Number of rows that a search looks at before retained ones yield, unless more are needed."""
