@@ -101,7 +101,7 @@ def test_a_step_that_is_built_while_another_runs_begins_when_that_one_ends(rig: 
 
 
 def test_other_requests_make_a_prompt_slower(rig: Rig) -> None:
-    for _ in range(400):
+    for _ in range(2000):
         rig.built({"a": 101})
         rig.clock.advance(0.1)
         rig.speed.ended()

@@ -692,6 +692,8 @@ class TieringOffloadingManager(MissFacts):
 
     def count_inherited(self, blocks: int) -> None:
         """Count blocks that an earlier engine has left in the rows."""
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
         self._stats.inherited_blocks += blocks
         self.news.announce()
 
