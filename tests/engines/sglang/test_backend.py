@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,12 @@ def all_found(backend: Any, keys: Sequence[str]) -> bool:
     return bool(backend.batch_exists(keys) == len(keys))
 
 
+def in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a call in a thread of its own, as SGLang has new ones after a flush."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(method, *arguments).result()
+
+
 def wipe(pool: Any) -> torch.Tensor:
     """Overwrite a pool, and return what it held."""
     before: torch.Tensor = pool.kv_buffer.clone()
@@ -128,6 +135,8 @@ def test_whole_pages_are_stored_and_filled_where_the_dictionary_does_not_ask_for
         assert torch.equal(backend.get(hashes(1, first=8)[0], pool.get_dummy_flat_data_page()), pages[1])
         assert backend.get(keys[0]) is None
         assert not backend.batch_set(keys, [page[:-1] for page in pages])
+        assert not backend.batch_set(keys, pages[:-1])
+        assert backend.batch_get(keys, pages[:-1]) == [None] * 5
         assert backend.batch_set_v1(hashes(1, first=20), pool.indices(0)) == [False]
 
 
@@ -430,8 +439,36 @@ def test_no_older_page_is_found_after_a_reset(how: str) -> None:
             context.log.append(("model_runner.update_model_fields", {"model_path": "org/model", "load_format": "auto"}))
         assert backend.batch_get_v1(keys, pool.indices(0, 1, 2, 3)) == [False] * 4
         assert backend.batch_exists(keys) == 0
-        assert all(backend.batch_set_v1(keys, pool.indices(0, 1, 2, 3)))
+        assert all(in_thread(backend.batch_set_v1, keys, pool.indices(0, 1, 2, 3)))
         assert backend.batch_exists(keys) == 4
+
+
+def test_pages_of_the_older_weights_are_not_stored_by_a_backup_that_runs_over_the_replacement() -> None:
+    pool, context = MHATokenToKVPoolHost(), Context()
+    with running(pool, context=context) as backend:
+        keys = hashes(4)
+        assert backend.batch_set_v1(keys[:1], pool.indices(0)) == [True]
+        context.log.append(("scheduler.weight_version", {"weight_version": "2"}))
+        assert backend.batch_set_v1(keys[1:3], pool.indices(1, 2)) == [False, False]
+        assert backend.batch_set_v1(keys[3:], pool.indices(3)) == [False]
+        assert backend.batch_exists(keys) == 0
+        assert in_thread(backend.batch_set_v1, keys[:1], pool.indices(0)) == [True]
+        assert backend.batch_exists(keys) == 1
+
+
+def test_a_store_during_which_the_weights_are_replaced_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, context = MHATokenToKVPoolHost(), Context()
+    with running(pool, context=context) as backend:
+        keys, store = hashes(2), type(backend._exchange).store
+
+        def slow(*arguments: Any, **words: Any) -> Any:
+            context.log.append(("scheduler.weight_version", {"weight_version": "2"}))
+            assert in_thread(backend.batch_exists, keys) == 0
+            return store(*arguments, **words)
+
+        monkeypatch.setattr(type(backend._exchange), "store", slow)
+        assert backend.batch_set_v1(keys, pool.indices(0, 1)) == [False, False]
+        assert backend.batch_exists(keys) == 0
 
 
 def test_an_error_of_the_thread_makes_misses_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         self._groups: dict[str, int] = {}
         self._exchange: BlockExchange | None = None
         self._changes = self._count_changes()
+        self._threads = self._older_threads = frozenset[threading.Thread]()
 
     def _is_shared(self) -> bool:
         tiers = self._stack.secondary
@@ -141,11 +143,19 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         return sum(not WEIGHTS.isdisjoint(fields) for _, fields in get_context().overrides_log())
 
     def _tiers(self) -> BlockExchange | None:
-        """Return the tiers, which have left the epoch if the weights were replaced; None if they are not open."""
-        if (changes := self._count_changes()) != self._changes:
-            self._changes = changes
-            logger.info("the weights were replaced: older pages are not served again")
-            self.clear()
+        """Return the tiers, which have left the epoch if the weights were replaced; None if they are not open.
+
+        SGLang ends its storage threads when it flushes its caches. The threads that were alive before the weights were
+        replaced may still have pages of the older weights, so their stores are refused.
+        """
+        older, changes, threads = self._threads, self._changes, frozenset(threading.enumerate())
+        if (now := self._count_changes()) == changes:
+            self._threads = threads
+            return self._exchange
+        logger.info("the weights were replaced: older pages are not served again, nor stored until SGLang's next flush")
+        self._older_threads = older
+        self.clear()
+        self._changes = now  # last: a thread that finds it equal comes after the reset
         return self._exchange
 
     def _keys(self, pool: PageMemory, hashes: Sequence[str]) -> list[OffloadKey]:
@@ -178,7 +188,7 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         """Fill whole pages, and return those that are held, with None for the others."""
         pages = target_locations or [None] * len(keys)
         done = self._move_whole(keys, pages, load=True)
-        return [page if good else None for page, good in zip(pages, done, strict=True)]
+        return [pages[n] if good else None for n, good in enumerate(done)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -284,7 +294,16 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         read, write = copies
         names = self._keys(pool, keys)
-        return exchange.load(names, read, due=due) if load else exchange.store(names, write, due=due)
+        if load:
+            return exchange.load(names, read, due=due)
+        changes = self._changes
+        if threading.current_thread() in self._older_threads:
+            return [False] * len(keys)
+        stored = exchange.store(names, write, due=due)
+        if self._count_changes() == changes:
+            return stored
+        self.clear()  # the weights were replaced meanwhile, and another thread may have left the epoch before the store
+        return [False] * len(keys)
 
     def _without_memory(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Return the results for a pool without memory: only a logical pool of KV lacks nothing."""
