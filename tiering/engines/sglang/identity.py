@@ -23,6 +23,8 @@ SETTINGS = (
     *("load_format", "custom_weight_loader", "rl_quant_profile", "modelopt_quant", "mamba_ssm_dtype"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "mm_process_config"),
     *("enable_dsa_cache_layer_split", "qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer"),
+    *("model_loader_extra_config", "decrypted_config_file", "decrypted_draft_config_file", "uno_lora_path"),
+    *("kt_method", "kt_weight_path", "dllm_algorithm", "dllm_algorithm_config", "speculative_draft_load_format"),
     *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision"),
     *("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
 )
