@@ -131,7 +131,7 @@ def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator
         yield Problem(("primary", "promote_waiting"), text)
     if stack.layout != "plain":
         yield Problem(
-            ("layout",), f"{stack.layout} needs the TieringConnector; vLLM lays out its own rows; leave it out"
+            ("layout",), f"{stack.layout} needs the TieringConnector; {engine} lays out its own blocks; leave it out"
         )
     if stack.events:
         yield Problem(("events",), f"{no_events}; leave it out")
