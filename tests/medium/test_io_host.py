@@ -670,6 +670,19 @@ def test_a_lookup_waits_for_others_until_its_deadline_at_most(monkeypatch: pytes
         assert polled(host, slow)
 
 
+def test_a_lookup_waits_until_its_own_deadline_beside_one_that_may_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_host, "LOOKUP_GATHERING", 600.0)
+    gate, clock = threading.Event(), FakeClock()
+    with running_host(DictStore(), Primary(8), clock=clock) as host:
+        slow, patient = lookup(host, gate.wait), lookup(host, lambda: None)
+        assert not host.wait(0.2), "the patient one waits for the slow one"
+        ends_late = lookup(host, lambda: clock.advance(2), expires=clock() + 1)
+        assert polled(host, ends_late)
+        assert patient
+        gate.set()
+        assert polled(host, slow)
+
+
 def test_a_lookup_does_not_wait_long_for_one_that_hangs() -> None:
     gate = threading.Event()
     with running_host(DictStore(), Primary(8)) as host:

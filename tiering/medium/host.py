@@ -14,6 +14,7 @@ may run, so that others go on while some hang in the medium. If no thread can be
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -136,6 +137,8 @@ class IoHost:
         self._lookups_ended = 0
         self._gathered: list[_TaskDone] = []
         """Lookups that have ended and wait for others, for :data:`LOOKUP_GATHERING` at most."""
+        self._report_at = math.inf
+        """Time at which a thread reports them."""
         self._ended: deque[TransferJob | _TaskDone] = deque()
         self._news = threading.Event()
         self._announce = context.news.announce
@@ -388,17 +391,20 @@ class IoHost:
 
     def _end_lookup(self, done: _TaskDone) -> None:
         """Report a lookup with the others that run, within :data:`LOOKUP_GATHERING` and its deadline."""
+        now = self._clock()
+        until = min(now + LOOKUP_GATHERING, done[0].expires)
         with self._lock:
             self._gathered.append(done)
             self._lookups_ended += 1
             is_last = self._lookups_ended == self._lookups_begun
-            is_first = len(self._gathered) == 1
+            if not is_last:
+                if until >= self._report_at:
+                    return
+                self._report_at = until
         if not is_last:
-            if not is_first:
-                return
-            self.stopping.wait(max(0.0, min(LOOKUP_GATHERING, done[0].expires - self._clock())))
+            self.stopping.wait(max(0.0, until - now))
         with self._lock:
-            gathered, self._gathered = self._gathered, []
+            gathered, self._gathered, self._report_at = self._gathered, [], math.inf
         if gathered:
             self._end(*gathered)
 
