@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tiering.manager import early, prefix_search
@@ -353,3 +355,10 @@ def test_nothing_begins_early_while_a_request_waits_for_rows() -> None:
     rig.manager.prefetch(KEYS[14:16], b"", 100.0 * ROW)
     rig.step()
     assert not set(loading(tier)) & set(KEYS[12:])
+
+
+def test_a_prefetch_without_a_bound_brings_all_blocks_at_once() -> None:
+    rig, tier = rig_of(KEYS[:4], rows=64)
+    rig.manager.prefetch(KEYS[:6], b"tenant", math.inf)
+    rig.step()
+    assert loading(tier) == KEYS[:4]

@@ -28,6 +28,17 @@ class BreakingTier(FakeTier):
         return super().admit(keys, req_context, is_fill)
 
 
+class InterruptedTier(FakeTier):
+    """A tier whose process is interrupted when it is offered the blocks of a second request."""
+
+    is_interrupted = True
+
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
+        if self.is_interrupted and req_context.req_id == "request 1":
+            raise KeyboardInterrupt
+        return super().admit(keys, req_context, is_fill)
+
+
 def end_together(
     rig: ManagerRig, parts: Sequence[Sequence[OffloadKey]], failed: Sequence[int] = ()
 ) -> list[ReqContext]:
@@ -137,3 +148,17 @@ def test_a_tier_that_fails_meanwhile_gets_nothing_and_holds_no_row() -> None:
     rig.manager.complete_stores([(keys, ctx, True) for keys, ctx in zip(THREE, requests, strict=False)])
     assert (submitted(tier), rig.stat("tiers_out_of_service")) == ([], 1)
     assert (rig.stat("jobs_in_flight"), rig.stat("rows_evictable")) == (0, 5)
+
+
+def test_blocks_that_were_offered_before_an_interrupt_are_stored_from_their_own_rows() -> None:
+    tier = InterruptedTier(mixes_requests=True)
+    rig = ManagerRig(8, [tier])
+    with pytest.raises(KeyboardInterrupt):
+        end_together(rig, [K[:2], K[2:4]])
+    tier.is_interrupted = False
+    (job,) = tier.stores
+    assert list(job.keys) == K[:2]
+    rows = rig.primary.prepare_load(K[:2], rig.ctx).block_ids.tolist()
+    assert job.block_ids.tolist() == rows
+    rig.store(K[10:12])
+    assert tier.held == {*K[:2], *K[10:12]}

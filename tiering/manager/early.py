@@ -203,7 +203,7 @@ class EarlyPromotions:
         for _ in range(HOLES_PER_LOOK):
             if credit < 1.0:
                 break
-            begun, complete = self._begin(early, int(credit), now)
+            begun, complete = self._begin(early, int(min(credit, len(early.keys))), now)
             if begun:
                 credit -= begun
                 self._stats.blocks_prefetched += begun

@@ -184,24 +184,23 @@ class TierJobs:
 
     def submit_together(self) -> None:
         """Submit the blocks that were offered since :meth:`begin_together`."""
-        self._together = 0
+        self._together, gathered, self._gathered = 0, self._gathered, {}
         for state in self._states:
             state.credit = 0.0  # the tier was asked about these blocks only
-            if state in self._gathered:
-                self._submit_gathered(state)
+            if state in gathered:
+                self._submit_gathered(state, *gathered[state])
 
     def _gather(self, state: TierState, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Keep admitted blocks, for which there is credit, until the last store of the step is offered."""
         if state in self._gathered:
             gathered = self._gathered[state][0]
             if len(gathered) + len(keys) > AT_ONCE or not gathered.keys().isdisjoint(keys):
-                self._submit_gathered(state)
+                self._submit_gathered(state, *self._gathered.pop(state))
         gathered, parts = self._gathered.setdefault(state, ({}, []))
         gathered.update(dict.fromkeys(keys))
         parts.append(rows)
 
-    def _submit_gathered(self, state: TierState) -> None:
-        keys, rows = self._gathered.pop(state)
+    def _submit_gathered(self, state: TierState, keys: Iterable[OffloadKey], rows: Sequence[Rows]) -> None:
         self._submit_pinned(state, tuple(keys), np.concatenate(rows), NOBODY, self._clock(), is_fill=False)
 
     def _ask_credit(self, state: TierState, intake: TierIntake, wanted: int) -> None:

@@ -417,19 +417,21 @@ class TieringOffloadingManager(MissFacts):
         jobs, several = self._jobs, len(stores) > 1
         if several:
             jobs.begin_together(sum([len(keys) for keys, _, _ in stores]))
-        for keys, rows, ctx in stores:
-            jobs.note_refilled(rows)
-            if ctx is WANTED_STORE:
-                self._cascade_wanted(keys)
-            elif ctx is not LATE_STORE:
-                request = self._known.get(ctx.req_id)
-                tiers = self._states if request is None else request.tiers
-                jobs.cascade(tiers, keys, rows, ctx)
-                if self.primary_tier.keeper is not None and len(tiers) == len(self._states):
-                    # What a request keeps from a tier may be private to this process.
-                    self.primary_tier.keeper.report(keys, rows)
-        if several:
-            jobs.submit_together()
+        try:
+            for keys, rows, ctx in stores:
+                jobs.note_refilled(rows)
+                if ctx is WANTED_STORE:
+                    self._cascade_wanted(keys)
+                elif ctx is not LATE_STORE:
+                    request = self._known.get(ctx.req_id)
+                    tiers = self._states if request is None else request.tiers
+                    jobs.cascade(tiers, keys, rows, ctx)
+                    if self.primary_tier.keeper is not None and len(tiers) == len(self._states):
+                        # What a request keeps from a tier may be private to this process.
+                        self.primary_tier.keeper.report(keys, rows)
+        finally:  # nothing may stay gathered: its rows are not pinned
+            if several:
+                jobs.submit_together()
 
     # -------------------------------------------------------------------------------------------------------- exclusive
 
