@@ -132,8 +132,9 @@ def test_a_tier_is_used_again_if_nothing_is_measured_for_long() -> None:
     worth = Worth("bucket", 2, 0.0)
     run(worth, 60_000, 0.1, 0.2)
     assert worth.is_closed(60_000.0 + 0.9 * CLOSED_SECONDS)
+    assert worth.fields()["worth_ttft_seconds"] < 0.0
     assert not worth.is_closed(60_000.0 + 2.0 * CLOSED_SECONDS)
-    assert worth.known == 0
+    assert worth.fields() == {"worth_controls": 0}, "what made it slower is not known to hold any more"
     assert sum(run(worth, 5_000, 0.1, 0.01, 70_000)) < 100
 
 

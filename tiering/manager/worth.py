@@ -240,6 +240,7 @@ class Worth:
         """Return True if loads make requests slower, as measured not long ago."""
         if self.closed and now - self._measured > CLOSED_SECONDS:
             self._turn(now)
+            self.saving = None
             _log.info("tier %s: nothing was measured for %g s: it is used again", self._name, CLOSED_SECONDS)
         return self.closed
 
