@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
+from tiering.api.request import ReqContext
 from tiering.manager import early, prefix_search
+from tiering.secondary.contract import PrefixAnswer
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 from tiering.testing.manager_rig import ManagerRig
@@ -362,3 +365,24 @@ def test_a_prefetch_without_a_bound_brings_all_blocks_at_once() -> None:
     rig.manager.prefetch(KEYS[:6], b"tenant", math.inf)
     rig.step()
     assert loading(tier) == KEYS[:4]
+
+
+def test_a_search_of_a_prefetch_looks_at_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "BLOCKS_PER_LOOK", 4)
+    rig, tier = rig_of([*KEYS[1:10], *KEYS[12:14]], rows=64)
+    asked: list[int] = []
+    lookup_prefix = tier.lookup_prefix
+
+    def record(keys: Sequence[bytes], ctx: ReqContext) -> PrefixAnswer:
+        asked.append(len(keys))
+        return lookup_prefix(keys, ctx)
+
+    monkeypatch.setattr(tier, "lookup_prefix", record)
+    rig.manager.prefetch(KEYS, b"tenant", 1000.0 * ROW, has_holes=True)
+    brought: list[bytes] = []
+    for _ in range(8):
+        rig.step()
+        brought += loading(tier)
+        end_loads(rig, tier)
+    assert brought == [*KEYS[1:10], *KEYS[12:14]]
+    assert max(asked) == 4

@@ -43,6 +43,9 @@ LOOKS_PER_STEP = 8
 HOLES_PER_LOOK = 16
 """Largest number of missing blocks that one look at the blocks of a session passes over."""
 
+BLOCKS_PER_LOOK = 256
+"""Largest number of blocks that one search of a prefetch looks at: a session may have tens of thousands."""
+
 AWAKE_SECONDS = 1.0
 """Time for which an engine without requests steps on after a prefetch has begun something."""
 
@@ -56,7 +59,7 @@ class _Early:
 
     request: Request
     keys: Sequence[OffloadKey]
-    """The prefix; of a prefetch, what is left of it: nothing is brought twice, however soon it is evicted."""
+    """The prefix, or the blocks of a session."""
     tenant: bytes | None = None
     """The tenant of a prefetch; None for a request of the engine."""
     per_second: float = 0.0
@@ -71,6 +74,8 @@ class _Early:
     """Time before which nothing is begun, because a tier was undecided."""
     pause: float = UNDECIDED_PAUSE
     """Seconds until an undecided tier is asked again."""
+    start: int = 0
+    """Blocks that a prefetch is done with: nothing is brought twice, however soon it is evicted."""
 
 
 class EarlyPromotions:
@@ -208,9 +213,9 @@ class EarlyPromotions:
                 credit -= begun
                 self._stats.blocks_prefetched += begun
                 self._awake_until = now + AWAKE_SECONDS
-            if not complete or not early.has_holes or len(early.keys) < 2:
+            if not complete or not early.has_holes or early.start + 1 >= len(early.keys):
                 break
-            early.keys, complete = early.keys[1:], False
+            early.start, complete = early.start + 1, False
         self._credit[tenant] = credit, now
         if len(self._credit) > MOST_TENANTS:
             self._credit.popitem(last=False)
@@ -220,9 +225,14 @@ class EarlyPromotions:
         """Promote up to ``most`` blocks; return their number, and True if nothing is left for the next steps."""
         if self._promotions.waiters.waits or now < early.look_at:
             return 0, False
-        match = self._search.begin(early.request, early.keys, most)
+        keys, is_prefetch = early.keys, early.tenant is not None
+        if is_prefetch:
+            keys = keys[early.start : early.start + BLOCKS_PER_LOOK]
+        match = self._search.begin(early.request, keys, most)
         if match.is_undecided:
             early.look_at, early.pause = now + early.pause, min(1.0, 2.0 * early.pause)
-        if early.tenant is not None:
-            early.keys = early.keys[match.hits :]
-        return match.begun, match.is_complete
+        if not is_prefetch:
+            return match.begun, match.is_complete
+        early.start += match.hits
+        goes_on = match.hits > 0 and len(keys) == BLOCKS_PER_LOOK  # behind the blocks of this look
+        return match.begun, match.is_complete and not goes_on
