@@ -11,7 +11,13 @@ import pytest
 from tests.connector.test_run_codec import make_run, words_of
 from tiering.api.descriptions import Described, Description, TierDescriptions
 from tiering.connector import described_runs
-from tiering.connector.described_runs import GATHER_SECONDS, RUNS_PER_STEP, WRITE_SECONDS, DescribedRuns
+from tiering.connector.described_runs import (
+    GATHER_SECONDS,
+    RUNS_PER_STEP,
+    RUNS_PER_WRITE,
+    WRITE_SECONDS,
+    DescribedRuns,
+)
 from tiering.connector.run_codec import packed_size
 from tiering.connector.snapshots import Run
 from tiering.testing.clock import FakeClock
@@ -26,7 +32,7 @@ class Documents(TierDescriptions):
     """
 
     def __init__(self, slots: int = 4) -> None:
-        self.slots = slots
+        self.slots, self.tier = slots, "disk"
         self.content: dict[int, tuple[int, bytes]] = {}
         self.known = True
         self.busy = False
@@ -52,17 +58,16 @@ class Engine:
 
     Attributes:
         restored: runs that came back, in their order.
-        kept_out: runs that the tier holds nothing of.
     """
 
     def __init__(self, documents: Documents) -> None:
         self.clock = FakeClock()
         self.restored: list[Run] = []
-        self.kept_out: list[Run] = []
-        self.runs = DescribedRuns(documents, self._restore, lambda run: run not in self.kept_out, self.clock)
+        self.runs = DescribedRuns(documents, self._restore, self.clock)
 
     def _restore(self, run: Run) -> Iterable[Run]:
         run.live = len(run.keys)
+        run.lasting = (1 << run.live) - 1
         self.restored.append(run)
         return [run]
 
@@ -74,7 +79,8 @@ class Engine:
     def store(self, *runs: Run) -> None:
         for run in runs:
             run.live = len(run.keys)
-            self.runs.add(run)
+            for index in range(run.live):
+                self.runs.add(run, index)
 
     def later(self) -> None:
         self.clock.advance(WRITE_SECONDS)
@@ -201,19 +207,51 @@ def test_a_step_restores_few_runs_and_an_idle_engine_steps_until_all_are() -> No
     assert len(second.restored) == len(runs)
 
 
-def test_what_the_tier_does_not_hold_is_written_once_it_does() -> None:
+def test_only_the_blocks_of_a_run_that_the_tier_has_announced_are_written() -> None:
     engine = Engine(documents := Documents()).start()
-    held, kept_out = make_run(1), make_run(20)
-    engine.kept_out.append(kept_out)
-    engine.store(kept_out)
+    run = make_run(1, blocks=4)
+    run.live = 4
+    engine.runs.add(run, 0)
+    engine.runs.add(run, 2)
     engine.later()
-    assert not documents.content
-    engine.store(held)
+    assert firsts(Engine(documents).start().restored) == [1 + 2 * 8, 1]
+    engine.runs.add(run, 1)
     engine.later()
+    (found,) = Engine(documents).start().restored
+    assert list(found.token_ids) == list(run.token_ids[: 3 * 8])
+
+
+def test_many_new_runs_are_written_a_few_at_a_time_and_all_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(described_runs, "RUNS_PER_WRITE", 2)
+    engine = Engine(documents := Documents()).start()
+    runs = [make_run(30 * number) for number in range(1, 6)]
+    engine.store(*runs)
+    engine.later()
+    assert firsts(Engine(documents).start().restored) == [60, 30]
+    engine.runs.step()
+    assert firsts(Engine(documents).start().restored) == [120, 90, 60, 30]
+    engine.runs.step()
+    engine.store(make_run(200), *(more := [make_run(7 * number) for number in range(1, 6)]))
+    engine.runs.step()
+    assert len(Engine(documents).start().restored) == 5, "the next writing is due half a minute later"
+    engine.runs.write()
+    assert len(Engine(documents).start().restored) == 5 + len(more)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["not read", "read"])
+def test_runs_that_describe_nothing_any_more_are_forgotten_though_the_tier_takes_no_documents(known: bool) -> None:
+    documents = Documents()
+    documents.serves, documents.known = False, known
+    engine, lasting = Engine(documents), make_run(1)
+    engine.store(lasting)
+    for _ in range(10 * RUNS_PER_WRITE):
+        engine.store(run := make_run(2))
+        run.live = 0
+    engine.runs.step()
+    assert engine.runs.waiting <= 2 * RUNS_PER_WRITE
+    documents.serves, documents.known = True, True
+    engine.start().later()
     assert firsts(Engine(documents).start().restored) == [1]
-    engine.kept_out.clear()
-    engine.later()
-    assert firsts(Engine(documents).start().restored) == [20, 1]
 
 
 def test_a_document_with_a_number_that_no_engine_gives_is_left_out() -> None:

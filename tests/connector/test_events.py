@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import FakeManager, finished, ids, make_scheduler, make_spec, prompt, run_prompt, start_load
+from tests.connector.test_described_runs import Documents
 from tiering.api.keys import make_offload_key
 from tiering.api.manager import OffloadingEvent
+from tiering.connector.described_runs import DescribedRuns
 from tiering.connector.event_types import BlockRemoved, BlockStored, EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.scheduler import OffloadingConnectorScheduler
@@ -470,10 +472,26 @@ class TestRestored:
         (last,) = tracker.take_events([removed(name, tier="disk")])
         assert last.block_hashes == run.hashes
 
-    def test_a_run_is_held_by_the_tier_that_has_announced_one_of_its_blocks(self) -> None:
-        tracker, run = OffloadingEventsTracker(ON), self.written()
-        tracker.take_events([stored(run.keys[1], tier="cpu"), stored(run.keys[2], tier="bucket")])
-        assert [tracker.holds(run, tier) for tier in ("disk", "bucket", "cpu")] == [False, True, False]
+    @pytest.mark.parametrize("first", ["stored", "found"])
+    def test_only_blocks_that_the_keeping_tier_has_announced_are_kept_for_the_next_engine(self, first: str) -> None:
+        """A request may have kept the others from the tier, and its tokens with them."""
+        tracker, request = OffloadingEventsTracker(ON), prompt(48)
+        tracker.described_runs = DescribedRuns(Documents(), tracker.restore)
+        keys = [request.key(2 * block + 1) for block in range(4)]
+        events = [stored(*keys), stored(keys[1], tier="disk"), stored(keys[2], tier="bucket")]
+        if first == "found":
+            tracker.take_events(events)
+        tracker.record_stores(request, group(), range(4), keys)
+        if first == "stored":
+            tracker.take_events(events)
+        (run,) = {tracker.snapshots.find(key)[0] for key in keys}  # type: ignore[index]
+        (part,) = run.lasting_parts()
+        assert (list(part.keys), list(part.token_ids)) == ([keys[1]], list(range(8, 16)))
+
+    def test_a_run_of_another_lookahead_is_left_out(self) -> None:
+        tracker, run = OffloadingEventsTracker(ON), self.written(lookahead=2)
+        tracker.take_events([stored(*run.keys, tier="disk")])
+        assert tracker.restore(run) == []
 
     def test_the_bound_on_snapshots_leaves_room_for_new_blocks(self) -> None:
         tracker, run = OffloadingEventsTracker(ON, max_tokens=100), self.written(2)

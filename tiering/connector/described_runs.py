@@ -1,7 +1,8 @@
 """The described runs of an engine in the documents of a tier, from one start to the next.
 
-New runs are written every :data:`WRITE_SECONDS`, and at the end of the engine, into the present document. A full one is
-followed by the next document, in turn; what it described and is still in use is written again, once. The runs that the
+Of a run, the blocks that the tier has announced are written: a request may have kept the others from the tier. New ones
+are written every :data:`WRITE_SECONDS`, and at the end of the engine, into the present document. A full one is followed
+by the next document, in turn; what it described and is still in use is written again, once. The runs that the
 last engine wrote come back a few per step, those of the latest document first::
 
     gathering ── the tier has read its documents ──> restoring ── no run is left ──> writing
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from weakref import ReferenceType, ref
 
 from tiering.api.descriptions import Description, TierDescriptions
@@ -38,23 +40,27 @@ MOST_NUMBERS = 1 << 62
 RUNS_PER_STEP = 2
 """Runs that one step restores at most."""
 
+RUNS_PER_WRITE = 512
+"""Most new runs of one writing, so that the scheduler's thread does not pause; the next writing follows."""
+
 
 @dataclass(slots=True)
 class _Slot:
     """The runs of one document."""
 
-    runs: list[ReferenceType[Run]] = field(default_factory=list)
-    """References, so that runs that describe nothing any more do not stay in memory."""
+    runs: dict[ReferenceType[Run], None] = field(default_factory=dict)
+    """References in order, so that runs that describe nothing any more do not stay in memory."""
     size: int = 0
 
     def add(self, run: Run) -> None:
-        """Add a run."""
-        self.runs.append(ref(run))
-        self.size += packed_size(run)
+        """Add a run, once."""
+        if (reference := ref(run)) not in self.runs:
+            self.runs[reference] = None
+            self.size += packed_size(run)
 
     def copy(self) -> _Slot:
         """Return a slot with the same runs, which can grow by itself."""
-        return _Slot(list(self.runs), self.size)
+        return _Slot(dict(self.runs), self.size)
 
     def used(self) -> list[Run]:
         """Return the runs that describe blocks in use."""
@@ -68,8 +74,6 @@ class DescribedRuns:
         kept: the part of the tier that keeps them.
         restore: function that takes a run's description of blocks that are announced without one, and returns the runs
             that are in use now.
-        holds: function that returns True if the tier holds a block of a run. What it does not hold is not written: a
-            request may have kept it from the tier.
         clock: monotonic clock, in seconds.
     """
 
@@ -77,20 +81,22 @@ class DescribedRuns:
         self,
         kept: TierDescriptions,
         restore: Callable[[Run], Iterable[Run]],
-        holds: Callable[[Run], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.tier = kept.tier
+        """Name of the tier that keeps the documents."""
         self._kept = kept
         self._restore = restore
-        self._holds = holds
         self._clock = clock
         self._slots = [_Slot() for _ in range(kept.slots)]
         self._present = 0
         """Slot of the present document."""
         self._number = 0
         """Number of the last content."""
-        self._new: list[ReferenceType[Run]] = []
-        """Runs that are in no document."""
+        self._new: dict[ReferenceType[Run], None] = {}
+        """Runs that have blocks in no document, in order."""
+        self._most_new = 2 * RUNS_PER_WRITE
+        """Number of new runs from which those that describe nothing any more are forgotten."""
         self._found: deque[tuple[int, Run]] | None = None
         """Runs to restore, with their slots; None before the documents are read."""
         self._began = clock()
@@ -103,9 +109,18 @@ class DescribedRuns:
             return bool(self._found)
         return self._clock() < self._began + GATHER_SECONDS
 
-    def add(self, run: Run) -> None:
-        """Write a run with the next writing at which the tier holds a block of it."""
-        self._new.append(ref(run))
+    @property
+    def waiting(self) -> int:
+        """Number of runs that wait to be written, with those that describe nothing any more."""
+        return len(self._new)
+
+    def add(self, run: Run, index: int) -> None:
+        """Write block ``index`` of a run with one of the next writings: the tier has announced it."""
+        run.lasting |= 1 << index
+        self._new[ref(run)] = None
+        if len(self._new) >= self._most_new:
+            self._new = {known: None for known in self._new if (used := known()) is not None and used.live}
+            self._most_new = 2 * max(RUNS_PER_WRITE, len(self._new))
 
     def step(self) -> None:
         """Gather, restore or write what is due."""
@@ -117,9 +132,10 @@ class DescribedRuns:
                 slot, run = self._found.popleft()
                 for used in self._restore(run):
                     self._slots[slot].add(used)
-        elif self._new and now >= self._written + WRITE_SECONDS:
+        elif not self._new or now < self._written + WRITE_SECONDS or self._kept.writing:
+            return
+        elif not self.write(RUNS_PER_WRITE) or not self._new:
             self._written = now
-            self.write()
 
     def _gather(self) -> None:
         documents = self._kept.gather(unpack_runs)
@@ -138,38 +154,43 @@ class DescribedRuns:
             self._number = ordered[0].number
             self._present = (ordered[0].slot + 1) % len(self._slots)
 
-    def write(self) -> None:
-        """Begin to write the runs that are in no document; nothing before the documents were read."""
+    def write(self, most: int | None = None) -> bool:
+        """Begin to write new runs, ``most`` of them (None: all); return True if the tier takes them.
+
+        Nothing is written before the documents were read.
+        """
         if self._found is None or not self._new or self._kept.writing:
-            return
+            return False
         present = self._present
         slots = {present: self._slots[present].copy()}
-        runs, waiting = list(self._new), list[ReferenceType[Run]]()
+        new = list(islice(self._new, most))
+        runs = list(new)
         for position, reference in enumerate(runs):
             run = reference()
             if run is None or not run.live:
-                continue
-            if not self._holds(run):
-                if position < len(self._new):
-                    waiting.append(reference)
                 continue
             if slots[present].size >= DOCUMENT_BYTES:
                 if len(slots) == len(self._slots):
                     break
                 present = (present + 1) % len(self._slots)
                 slots[present] = _Slot()
-                if position < len(self._new):
+                if position < len(new):
                     runs += self._slots[present].runs
             slots[present].add(run)
-        if len(waiting) == len(self._new):
-            return
         documents = [
-            Description(slot, self._number + 1 + order, partial(pack_runs, content.used(), MAX_RUNS_BYTES))
+            Description(slot, self._number + 1 + order, partial(_content, content.used()))
             for order, (slot, content) in enumerate(slots.items())
         ]
-        if self._kept.write(documents):
-            self._present = present
-            self._number += len(documents)
-            for slot, content in slots.items():
-                self._slots[slot] = content
-            self._new = waiting
+        if not self._kept.write(documents):
+            return False
+        self._present = present
+        self._number += len(documents)
+        for slot, content in slots.items():
+            self._slots[slot] = content
+        for reference in new:
+            del self._new[reference]
+        return True
+
+
+def _content(runs: Iterable[Run]) -> bytes:
+    return pack_runs((part for run in runs for part in run.lasting_parts()), MAX_RUNS_BYTES)

@@ -224,6 +224,9 @@ class OffloadingEventsTracker:
         """
         held, find = self.held, self.snapshots.find
         known = tier.bare | tier.described
+        kept = self.described_runs
+        if kept is not None and kept.tier != tier.ownership:
+            kept = None
         for key in keys:
             if storing:
                 self._store_ended(key)
@@ -238,6 +241,8 @@ class OffloadingEventsTracker:
             else:
                 held[key] = holders | tier.described
                 taken.append(_described(*place, tier))
+                if kept is not None:
+                    kept.add(*place)
 
     def _add_removed(self, taken: list[KVCacheEvent], keys: Collection[OffloadKey], tier: _Tier) -> None:
         """Append events that remove ``keys`` by the hashes that were announced for them."""
@@ -324,8 +329,12 @@ class OffloadingEventsTracker:
             session_id=getattr(req, "session_id", None),
         )
         self._announce(run)
-        if self.described_runs is not None:
-            self.described_runs.add(run)
+        kept = self.described_runs
+        if kept is not None and not self.held.keys().isdisjoint(keys):
+            bits = sum(tier.bits for tier in self._tiers.values() if tier.ownership == kept.tier)
+            for index, key in enumerate(keys):
+                if self.held.get(key, 0) & bits:
+                    kept.add(run, index)
 
     def restore(self, run: Run) -> list[Run]:
         """Describe the blocks of ``run`` that tiers announced by their hash only; return the parts in use.
@@ -339,24 +348,14 @@ class OffloadingEventsTracker:
         announced = run.hashes[run.factor - 1 :: run.factor]
         if (run.lora_name is None and own != announced) or type(own[0]) is not type(announced[0]):
             return []
-        if 2 * snapshots.tokens > snapshots.max_tokens:
+        if run.lookahead != self._engine.lookahead_tokens or 2 * snapshots.tokens > snapshots.max_tokens:
             return []
-        wanted = [key in held and key not in snapshots for key in run.keys]
-        parts = list[Run]()
-        start = 0
-        for is_wanted, group in groupby(wanted):
-            end = start + len(list(group))
-            if is_wanted:
-                parts.append(run.part(start, end))
-                self._announce(parts[-1])
-                self.restored += end - start
-            start = end
+        run.lasting = (1 << len(run.keys)) - 1
+        parts = run.parts([key in held and key not in snapshots for key in run.keys])
+        for part in parts:
+            self._announce(part)
+            self.restored += len(part.keys)
         return parts
-
-    def holds(self, run: Run, tier: str) -> bool:
-        """Return True if the secondary tier of this name has announced a block of ``run``."""
-        bits = sum(known.bits for known in self._tiers.values() if known.ownership == tier)
-        return any(self.held.get(key, 0) & bits for key in run.keys)
 
     def _announce(self, run: Run) -> None:
         """Take the snapshots of ``run``, and announce its tokens where a tier holds its blocks without."""

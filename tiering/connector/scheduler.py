@@ -99,8 +99,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         super().__init__(self.manager, tables, search, config, engine_events, logger, clock)
         kept = self.manager.descriptions
         if self._describes_events and kept is not None:
-            events, tier = self.events, kept.tier
-            events.described_runs = DescribedRuns(kept, events.restore, lambda run: events.holds(run, tier), clock)
+            self.events.described_runs = DescribedRuns(kept, self.events.restore, clock)
         self._fenced = tables
         self._jobs = JobTable(spec.engine.world_size)
         self.fences = BlockFences()

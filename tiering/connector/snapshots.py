@@ -6,8 +6,9 @@ Consecutive blocks of one request share a run, so that a snapshot costs one numb
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 from tiering.api.keys import OffloadKey
@@ -66,6 +67,8 @@ class Run:
     """Session of the request, as its client calls it; default: None."""
     live: int = 0
     """Number of blocks whose snapshots are in use."""
+    lasting: int = 0
+    """Bits of the blocks that the tier which keeps descriptions has announced; bit 0 is the first block."""
 
     def hashes_of(self, index: int) -> list[ExternalHash]:
         """Return the hashes of block ``index`` of the run."""
@@ -84,7 +87,23 @@ class Run:
             token_ids=self.token_ids[first * size : last * size + self.lookahead],
             extra_keys=None if self.extra_keys is None else self.extra_keys[first:last],
             live=0,
+            lasting=self.lasting >> start & (1 << end - start) - 1,
         )
+
+    def parts(self, wanted: Iterable[object]) -> list[Run]:
+        """Return the consecutive blocks for which ``wanted`` has a true value, as runs."""
+        found, start = list[Run](), 0
+        for is_wanted, group in groupby(map(bool, wanted)):
+            end = start + sum(1 for _ in group)
+            if is_wanted:
+                found.append(self.part(start, end))
+            start = end
+        return found
+
+    def lasting_parts(self) -> list[Run]:
+        """Return the blocks that the tier which keeps descriptions has announced, as runs."""
+        bits = self.lasting
+        return self.parts(bits >> index & 1 for index in range(len(self.keys)))
 
     def lookahead_of(self, index: int) -> list[list[int]]:
         """Return the later tokens that the hash of each hash-block of block ``index`` covers too."""
