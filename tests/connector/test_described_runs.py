@@ -79,8 +79,8 @@ class Engine:
     def store(self, *runs: Run) -> None:
         for run in runs:
             run.live = len(run.keys)
-            for index in range(run.live):
-                self.runs.add(run, index)
+            run.lasting = (1 << run.live) - 1
+            self.runs.add(run)
 
     def later(self) -> None:
         self.clock.advance(WRITE_SECONDS)
@@ -211,11 +211,12 @@ def test_only_the_blocks_of_a_run_that_the_tier_has_announced_are_written() -> N
     engine = Engine(documents := Documents()).start()
     run = make_run(1, blocks=4)
     run.live = 4
-    engine.runs.add(run, 0)
-    engine.runs.add(run, 2)
+    run.lasting = 0b101
+    engine.runs.add(run)
     engine.later()
     assert firsts(Engine(documents).start().restored) == [1 + 2 * 8, 1]
-    engine.runs.add(run, 1)
+    run.lasting |= 0b010
+    engine.runs.add(run)
     engine.later()
     (found,) = Engine(documents).start().restored
     assert list(found.token_ids) == list(run.token_ids[: 3 * 8])

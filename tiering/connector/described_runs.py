@@ -114,9 +114,8 @@ class DescribedRuns:
         """Number of runs that wait to be written, with those that describe nothing any more."""
         return len(self._new)
 
-    def add(self, run: Run, index: int) -> None:
-        """Write block ``index`` of a run with one of the next writings: the tier has announced it."""
-        run.lasting |= 1 << index
+    def add(self, run: Run) -> None:
+        """Write the lasting blocks of a run, of which there are more than before, with one of the next writings."""
         self._new[ref(run)] = None
         if len(self._new) >= self._most_new:
             self._new = {known: None for known in self._new if (used := known()) is not None and used.live}

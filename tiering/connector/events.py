@@ -227,6 +227,7 @@ class OffloadingEventsTracker:
         kept = self.described_runs
         if kept is not None and kept.tier != tier.ownership:
             kept = None
+        last: Run | None = None
         for key in keys:
             if storing:
                 self._store_ended(key)
@@ -242,7 +243,10 @@ class OffloadingEventsTracker:
                 held[key] = holders | tier.described
                 taken.append(_described(*place, tier))
                 if kept is not None:
-                    kept.add(*place)
+                    run, index = place
+                    run.lasting |= 1 << index
+                    if run is not last:
+                        kept.add(last := run)
 
     def _add_removed(self, taken: list[KVCacheEvent], keys: Collection[OffloadKey], tier: _Tier) -> None:
         """Append events that remove ``keys`` by the hashes that were announced for them."""
@@ -332,9 +336,9 @@ class OffloadingEventsTracker:
         kept = self.described_runs
         if kept is not None and not self.held.keys().isdisjoint(keys):
             bits = sum(tier.bits for tier in self._tiers.values() if tier.ownership == kept.tier)
-            for index, key in enumerate(keys):
-                if self.held.get(key, 0) & bits:
-                    kept.add(run, index)
+            run.lasting = sum(1 << index for index, key in enumerate(keys) if self.held.get(key, 0) & bits)
+            if run.lasting:
+                kept.add(run)
 
     def restore(self, run: Run) -> list[Run]:
         """Describe the blocks of ``run`` that tiers announced by their hash only; return the parts in use.
