@@ -41,7 +41,7 @@ RUNS_PER_STEP = 2
 """Runs that one step restores at most."""
 
 RUNS_PER_WRITE = 512
-"""Most new runs of one writing, so that the scheduler's thread does not pause; the next writing follows."""
+"""Most new runs of one writing, so that no step takes long; the next writing follows."""
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class DescribedRuns:
         return len(self._new)
 
     def add(self, run: Run) -> None:
-        """Write the lasting blocks of a run, of which there are more than before, with one of the next writings."""
+        """Write a run, which has more lasting blocks than before, with one of the next writings."""
         self._new[ref(run)] = None
         if len(self._new) >= self._most_new:
             self._new = {known: None for known in self._new if (used := known()) is not None and used.live}
