@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.machine.engines import PATIENCE, SmallEngine, content, key_of
+from tests.machine.engines import GROUP_BYTES, PATIENCE, SmallEngine, content, key_of, model
 from tests.machine.hosts import service_in_thread
+from tiering import load_stack
+from tiering.config.stack import make_rows
 from tiering.machine.claim import KeptRegion
 from tiering.machine.regions import Region
 from tiering.machine.service import MachineService
@@ -199,6 +201,52 @@ def test_rows_that_a_tier_still_writes_are_not_given_away(tmp_path: Path) -> Non
         made[0].finish(made[0].loads[0])
         service.wake()
         assert until(lambda: service.regions._is_free(regions(service)[0]), PATIENCE)
+
+
+def test_rows_that_a_surviving_child_has_are_not_given_away(service: MachineService, tmp_path: Path) -> None:
+    """It holds a lock of the rows, without which the next engine's processes could not all join them."""
+    os.mkfifo(wait := tmp_path / "wait")
+    with victim_process(service.path) as (pid, run):
+        assert recorded(service, 8)
+        run(f"import os\nif not os.fork():\n  open({str(wait)!r}, 'rb').read()\n  os._exit(0)\n")
+        with wait.open("wb"):
+            os.kill(pid, signal.SIGKILL)
+            assert until(lambda: service.regions.left == 1 and regions(service)[0].is_left(), PATIENCE)
+            heir = engine_of(service.path)
+            assert isinstance(heir.manager.primary_tier._region, KeptRegion)
+            assert len(service.regions) == 2
+            assert heir.load(BLOCKS) == ([], [])
+        assert until(lambda: service.regions._is_free(regions(service)[0]), PATIENCE)
+        inherits(engine_of(service.path), 8)
+
+
+def test_digests_that_come_after_the_engine_has_died_do_not_count(service: MachineService) -> None:
+    """What survives it may have written into the rows before."""
+    late: list[Any] = []
+    with victim_process(service.path) as (pid, run):
+        assert recorded(service, 8)
+        compute = service.regions._compute
+        service.regions._compute = lambda *reported: late.append(reported)  # type: ignore[method-assign]
+        run("engine.store(range(50, 54))")
+        assert until(lambda: len(late) == 1, PATIENCE)
+        killed(service, pid)
+        compute(*late[0])
+        assert until(lambda: not regions(service)[0].pending, PATIENCE)
+        inherits(engine_of(service.path), 8)
+
+
+def test_an_engine_whose_first_process_found_no_service_claims_no_rows(service: MachineService) -> None:
+    """Its processes would have different rows, and the scheduler's side would refuse them."""
+    words = {"socket": str(service.path), "tiers": ["local"], **KEEP}
+    stack = load_stack({"primary": {"capacity": 24 * max(GROUP_BYTES)}, "machine": words})
+    away = load_stack({"primary": stack.primary, "machine": {**words, "socket": "/nothing.sock"}})
+    name = f"engine-{os.getpid()}"
+    sides = [make_rows(one, 24, model(), GROUP_BYTES, name=name, sides=2) for one in (away, stack)]
+    try:
+        assert [side.is_complete for side in sides] == [True, True]
+    finally:
+        for side in sides:
+            side.close()
 
 
 def test_rows_of_another_capacity_are_freed(service: MachineService) -> None:

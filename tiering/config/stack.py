@@ -26,7 +26,7 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.warm_start import WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.prefault import Share
-from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.region import SharedRegion, row_stride, shared_path, sweep
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
@@ -182,7 +182,7 @@ def make_rows(
         TieringError: there is no room, or the sides disagree.
     """
     row_bytes = max(group_bytes)
-    if stack.machine is not None and stack.machine.keep_rows:
+    if stack.machine is not None and stack.machine.keep_rows and not _opened_without_service(name):
         words = stack.namespace, stack.salt, stack.revision
         claimed = name or secrets.token_hex(16)
         kept = claim_rows(
@@ -193,6 +193,15 @@ def make_rows(
     if name is None:
         return SharedRegion.create(num_rows, row_bytes, share=share)
     return SharedRegion.open_shared(name, num_rows, row_bytes, sides=sides, mark=mark, share=share)
+
+
+def _opened_without_service(name: str | None) -> bool:
+    """Return True if an earlier process of the engine found no service, which has come since."""
+    sweep()
+    found = name is not None and shared_path(name).exists()
+    if found:
+        _log.warning("machine.keep_rows: the service was away when the engine's first process asked for its rows")
+    return found
 
 
 def _warm_start(stack: StackConfig, rows: SharedRegion) -> WarmStartLimits | None:

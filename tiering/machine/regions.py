@@ -35,6 +35,7 @@ from tiering.errors import ConfigError, RegionError
 from tiering.machine.claim import WORD_BYTES
 from tiering.machine.messages import Kind, MessageError, Record
 from tiering.machine.peers import Peer, Stamp, stamp_of
+from tiering.primary.memory.filelock import try_lock, unlock
 from tiering.primary.memory.region import MAX_SIDES, PAGE, make_sealed
 from tiering.runtime.pool import ThreadPool
 
@@ -151,12 +152,20 @@ class Region:
 
     def is_left(self) -> bool:
         """Return True if all processes that have mapped the rows are dead."""
-        if self.peers or self.unproved:
-            return False
-        poll = select.poll()
-        for pidfd in self.pidfds:
-            poll.register(pidfd, select.POLLIN)
-        return len(poll.poll(0)) == len(self.pidfds)
+        return not self.peers and not self.unproved and all(map(_is_dead, self.pidfds))
+
+    def is_reported(self) -> bool:
+        """Return True if the process that reports blocks lives, so that the rows have had the reported bytes so far.
+
+        What survives it does not keep the words.
+        """
+        return self.keeper is not None and self.keeper.pidfd >= 0 and not _is_dead(self.keeper.pidfd)
+
+
+def _is_dead(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 _Found = list[tuple[int, _Entry]]
@@ -250,7 +259,12 @@ class Regions:
 
     def _is_free(self, region: Region) -> bool:
         """Return True if nothing touches the rows any more: no process, and no job of a tier of the service."""
-        return region.is_left() and all(peer.file != region.file for peer in self._peers.values())
+        if not region.is_left() or any(peer.file == region.file for peer in self._peers.values()):
+            return False
+        if not try_lock(region.fd, 0, 0):
+            return False  # a child that a process forked has the rows, and would keep the next engine from joining them
+        unlock(region.fd, 0, 0)
+        return True
 
     def _make(self, claim: RowsClaim) -> Region:
         for region in list(self._regions):
@@ -294,7 +308,7 @@ class Regions:
                 continue
             if verified:
                 self._hand_over(region, found)
-            else:
+            elif region.is_reported():
                 for row, entry in found:
                     region.entries.pop(row, None)  # the most recent ones are the last
                     region.entries[row] = entry
