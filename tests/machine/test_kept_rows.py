@@ -257,6 +257,18 @@ def test_rows_of_another_capacity_are_freed(service: MachineService) -> None:
         assert [region.claim.rows for region in regions(service)] == [12]
 
 
+@pytest.mark.parametrize(("room", "left"), [(1 << 40, 2), (1 << 12, 1)])
+def test_rows_of_another_model_are_freed_if_memory_is_short(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch, room: int, left: int
+) -> None:
+    monkeypatch.setattr("tiering.machine.regions.available_bytes", lambda: room)
+    with victim_process(service.path) as (pid, _):
+        assert recorded(service, 8)
+        killed(service, pid)
+        engine_of(service.path, name="other")
+        assert len(service.regions) == left
+
+
 def test_of_two_heirs_one_inherits(service: MachineService) -> None:
     with victim_process(service.path) as (pid, _):
         assert recorded(service, 8)

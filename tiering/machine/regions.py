@@ -37,6 +37,7 @@ from tiering.machine.messages import Kind, MessageError, Record
 from tiering.machine.peers import Peer, Stamp, stamp_of
 from tiering.primary.memory.filelock import try_lock, unlock
 from tiering.primary.memory.region import MAX_SIDES, PAGE, make_sealed
+from tiering.primary.memory.room import available_bytes
 from tiering.runtime.pool import ThreadPool
 
 _log = logging.getLogger("kv_tiering.machine")
@@ -267,12 +268,14 @@ class Regions:
         return True
 
     def _make(self, claim: RowsClaim) -> Region:
+        nbytes = claim.rows * claim.stride
         for region in list(self._regions):
-            if region.claim.alike == claim.alike and self._is_free(region):
-                self._close(region)  # of another capacity: the machine need not have room for both
+            # The machine need not have room for rows of another capacity too, nor for those of other models.
+            is_short = (available_bytes() or nbytes) < nbytes
+            if (region.claim.alike == claim.alike or is_short) and self._is_free(region):
+                self._close(region)
         if len(self._regions) >= MOST_REGIONS:
             raise RegionError(f"the service has {MOST_REGIONS} regions of rows already")
-        nbytes = claim.rows * claim.stride
         fds: list[int] = []
         try:
             fds.append(make_sealed("kv-tiering-kept", nbytes + PAGE))
