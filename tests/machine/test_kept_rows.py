@@ -19,9 +19,11 @@ from tests.machine.engines import GROUP_BYTES, PATIENCE, SmallEngine, content, k
 from tests.machine.hosts import service_in_thread
 from tiering import load_stack
 from tiering.config.stack import make_rows
+from tiering.errors import RegionError
 from tiering.machine.claim import KeptRegion
 from tiering.machine.regions import Region
 from tiering.machine.service import MachineService
+from tiering.primary.memory.region import MARK_BYTES, SharedRegion
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import until
 from tiering.testing.fake_tier import FakeTier
@@ -247,6 +249,24 @@ def test_an_engine_whose_first_process_found_no_service_claims_no_rows(service: 
     finally:
         for side in sides:
             side.close()
+
+
+def test_workers_of_two_engines_with_one_name_do_not_get_the_same_rows(service: MachineService) -> None:
+    words = {"socket": str(service.path), "tiers": ["local"], **KEEP}
+    stack = load_stack({"primary": {"capacity": 24 * max(GROUP_BYTES)}, "machine": words})
+
+    def side(mark: bytes | None) -> SharedRegion:
+        return make_rows(stack, 24, model(), GROUP_BYTES, name=f"twice-{os.getpid()}", sides=2, mark=mark)
+
+    worker = side(bytes([1]) * MARK_BYTES)
+    try:
+        with pytest.raises(RegionError, match="one engine id"):
+            side(bytes([1]) * MARK_BYTES)
+        (scheduler := side(None)).close()
+        assert worker.is_complete
+    finally:
+        worker.close()
+    assert isinstance(scheduler, KeptRegion)
 
 
 def test_rows_of_another_capacity_are_freed(service: MachineService) -> None:

@@ -76,6 +76,19 @@ def test_sides_see_each_others_marks_also_after_a_close(tmp_path: Path) -> None:
         side.close()
 
 
+def test_marked_sides_of_two_engines_with_one_name_are_not_all_sides_of_one(tmp_path: Path) -> None:
+    """Two workers that start before either scheduler would write into each other's rows."""
+    mark = b"a" * MARK_BYTES
+    worker = SharedRegion.open_shared("engine-0", ROWS, ROW_BYTES, sides=2, directory=tmp_path, mark=mark)
+    with pytest.raises(RegionError, match="do two engines share one engine id"):
+        SharedRegion.open_shared("engine-0", ROWS, ROW_BYTES, sides=2, directory=tmp_path, mark=mark)
+    assert not worker.is_complete
+    scheduler = open_side(tmp_path)
+    assert worker.is_complete
+    for side in (worker, scheduler):
+        side.close()
+
+
 def test_a_region_of_one_process_has_no_marks() -> None:
     shared = SharedRegion.create(ROWS, ROW_BYTES)
     assert shared.marks == []

@@ -46,10 +46,10 @@ class KeptRegion(SharedRegion):
     """A word per row."""
 
     @classmethod
-    def claim(
+    def mapped(
         cls,
-        path: str,
-        text: bytes,
+        connection: ServiceSocket,
+        fds: Sequence[int],
         num_rows: int,
         row_bytes: int,
         *,
@@ -57,11 +57,11 @@ class KeptRegion(SharedRegion):
         mark: bytes | None,
         share: Share | None,
     ) -> Self:
-        """Claim rows at the service, and map them.
+        """Map claimed rows.
 
         Args:
-            path: path of the service's socket.
-            text: description of the rows, see :func:`describe`.
+            connection: the connection of the claim, which the region owns from then on, also if this raises.
+            fds: the descriptors that the service has sent, which are closed.
             num_rows: number of rows.
             row_bytes: size of a row in bytes.
             sides: number of claims of the engine.
@@ -69,10 +69,8 @@ class KeptRegion(SharedRegion):
             share: as in :meth:`SharedRegion.open_shared`.
 
         Raises:
-            TieringError: the service refuses, or the rows cannot be mapped.
-            OSError: nothing answers at ``path``.
+            TieringError: the rows cannot be mapped, or are those of another engine.
         """
-        connection, fds = _ask(path, text)
         own = -1
         try:
             if len(fds) != 2:
@@ -169,13 +167,17 @@ def claim_rows(
         sides: number of claims of the engine; default 1.
         mark: as in :meth:`SharedRegion.open_shared`.
         share: as in :meth:`SharedRegion.open_shared`.
+
+    Raises:
+        TieringError: the rows cannot be mapped, or are those of another engine: other rows would be no better.
     """
     row_bytes = max(group_bytes)
     path = str(Path(options.socket).expanduser())
     numbers = {"rows": num_rows, "stride": row_stride(row_bytes), "sides": sides, "tiers": len(options.tiers)}
     text = describe(name, model, group_bytes, words, **numbers)
     try:
-        return KeptRegion.claim(path, text, num_rows, row_bytes, sides=sides, mark=mark, share=share)
+        connection, fds = _ask(path, text)
     except (OSError, TieringError) as error:
         _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
         return None
+    return KeptRegion.mapped(connection, fds, num_rows, row_bytes, sides=sides, mark=mark, share=share)

@@ -233,7 +233,7 @@ class Regions:
                 f"allows {format_bytes(self._most_bytes)}; raise it there"
             )
         region = self._named.get(claim.name)
-        if region is None or not region.peers or region.claim != claim or len(region.pidfds) >= claim.sides:
+        if region is None or not region.peers or region.claim != claim or len(region.peers) >= claim.sides:
             region = self._named[claim.name] = self._free(claim) or self._make(claim)
         pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
         region.unproved |= pidfd < 0

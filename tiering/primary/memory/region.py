@@ -240,7 +240,8 @@ class SharedRegion:
             num_rows: number of rows.
             row_bytes: size of a row in bytes; rounded up to whole pages.
             sides: number of processes, or parts of one, that map the region.
-            mark: :data:`MARK_BYTES` bytes, not all zero, that this side shows to the others; default: none.
+            mark: :data:`MARK_BYTES` bytes, not all zero, that this side shows to the others; default: none. One side at
+                least of several has none.
             directory: directory of the region's file; default /dev/shm.
             share: the pages to populate, for a side that uses only some; default: all. One side must populate all.
             timeout: time limit for another side to finish its change of the header, in seconds; default 60.
@@ -294,7 +295,7 @@ class SharedRegion:
     def _joined(cls, fd: int, num_rows: int, row_bytes: int, path: Path, sides: int, mark: bytes | None) -> Self:
         """Become a side of the region; the caller holds the header's lock."""
         _agree(fd, num_rows, row_stride(row_bytes), sides, path)
-        all_there = _take_slot(fd, sides, path)
+        all_there = _take_slot(fd, sides, path, marked=mark is not None)
         region = cls(fd, num_rows, row_bytes, path)
         if mark is not None and mark not in region.marks and len(region.marks) < 2:
             region._marks[len(region.marks)] = np.frombuffer(mark, np.uint8)
@@ -425,13 +426,14 @@ def _agree(fd: int, num_rows: int, stride: int, sides: int, path: Path) -> None:
         )
 
 
-def _take_slot(fd: int, sides: int, path: Path) -> bool:
+def _take_slot(fd: int, sides: int, path: Path, *, marked: bool) -> bool:
     """Lock one of the slots for as long as ``fd`` is open; return True if all sides hold one now.
 
-    The caller holds the header's lock.
+    The caller holds the header's lock. The first slot is for a side without a mark: the sides with marks of two engines
+    with one name, which start at the same time, would otherwise count as all sides of one.
     """
     slots = range(_SLOTS_AT, _SLOTS_AT + sides)
-    mine = next((slot for slot in slots if try_lock(fd, slot, 1)), None)
+    mine = next((slot for slot in slots[marked and sides > 1 :] if try_lock(fd, slot, 1)), None)
     if mine is None:
         raise RegionError(f"{path}: {sides} sides have mapped it already; do two engines share one engine id?")
     return all(slot == mine or is_held_elsewhere(fd, slot) for slot in slots)
