@@ -214,7 +214,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
             if not spec.rows_are_shared:
                 raise RegionError(
                     f"not all {spec.engine.world_size} worker(s) share the CPU tier's memory with the scheduler: "
-                    "all of them must be on this host, with one /dev/shm"
+                    "all of them must be on this host, with one /dev/shm; with machine.keep_rows, start the engine "
+                    "again if the service has ended meanwhile"
                 )
             if persistent:
                 self._identification = spec.identify = Identification(spec.model, vllm_config, marks)
