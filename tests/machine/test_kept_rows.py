@@ -223,7 +223,7 @@ def test_rows_that_a_surviving_child_has_are_not_given_away(service: MachineServ
 
 
 def test_digests_that_come_after_the_engine_has_died_do_not_count(service: MachineService) -> None:
-    """What survives it may have written into the rows before."""
+    """A process that survives it may have written into the rows before."""
     late: list[Any] = []
     with victim_process(service.path) as (pid, run):
         assert recorded(service, 8)

@@ -197,9 +197,10 @@ def make_rows(
 
 def _opened_without_service(name: str | None) -> bool:
     """Return True if an earlier process of the engine found no service, which has come since."""
+    if name is None:
+        return False
     sweep()
-    found = name is not None and shared_path(name).exists()
-    if found:
+    if found := shared_path(name).exists():
         _log.warning("machine.keep_rows: the service was away when the engine's first process asked for its rows")
     return found
 

@@ -156,9 +156,9 @@ class Region:
         return not self.peers and not self.unproved and all(map(_is_dead, self.pidfds))
 
     def is_reported(self) -> bool:
-        """Return True if the process that reports blocks lives, so that the rows have had the reported bytes so far.
+        """Return True if the process that reports blocks lives.
 
-        What survives it does not keep the words.
+        The rows have had the reported bytes so far: processes that survive it may write without changing the words.
         """
         return self.keeper is not None and self.keeper.pidfd >= 0 and not _is_dead(self.keeper.pidfd)
 
