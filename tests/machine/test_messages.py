@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import socket
 import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiering.machine.link import Link, ServiceSocket
 from tiering.machine.messages import (
     MAX_KEYS,
     MAX_MESSAGE,
@@ -148,3 +150,14 @@ def test_weights_have_three_kinds() -> None:
             checked_weights(text)
     with pytest.raises(MessageError):
         read_state(b"start\0epoch")
+
+
+def test_a_farewell_arrives_although_the_service_left_messages_unread() -> None:
+    """The kernel reports the unread messages as an error before the farewell."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = ServiceSocket(ours)
+    ours.send(b"unread")
+    theirs.send(b"farewell")
+    theirs.close()
+    assert [Link._receive(connection) for _ in range(2)] == [b"farewell", b""]
+    connection.close()

@@ -316,10 +316,14 @@ class Link:
 
     @staticmethod
     def _receive(connection: ServiceSocket) -> bytes:
-        try:
-            return connection.socket.recv(MAX_MESSAGE + 1)
-        except OSError:
-            return b""
+        for _ in range(2):
+            try:
+                return connection.socket.recv(MAX_MESSAGE + 1)
+            except ConnectionResetError:
+                continue  # the service left messages unread when it closed; its own last ones follow the error
+            except OSError:
+                break
+        return b""
 
     def _sleep(self, seconds: float) -> None:
         poll = select.poll()
