@@ -117,6 +117,7 @@ def test_media_do_not_import_one_another() -> None:
             ),
         ),
         ("sglang", ("tiering/engines/sglang/backend.py",)),
+        ("lmcache", ("tiering/engines/lmcache/adapter.py",)),
         (
             "torch",
             (

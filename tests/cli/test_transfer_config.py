@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.runner import kv_tiering
 from tiering.cli.transfer_config import stack_at
-from tiering.config.inline import read_storage, read_tier
+from tiering.config.inline import read_adapter, read_storage, read_tier
 from tiering.errors import ConfigError
 
 STACK: dict[str, Any] = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "memory", "capacity": "64MiB"}]}
@@ -23,6 +23,13 @@ STORAGE = {
     "prefetch_threshold": 64,
     "deadline": "2s",
     **STACK,
+}
+ADAPTER = {
+    "type": "plugin",
+    "module_path": "tiering.engines.lmcache",
+    "class_name": "KVTieringAdapter",
+    "shared": True,
+    "adapter_params": {"deadline": "20s", "block_bytes": "1MiB", **STACK},
 }
 FS = {"type": "fs", "root_dir": "/var/cache/vllm"}
 
@@ -51,6 +58,7 @@ def several(*connectors: Any) -> dict[str, Any]:
         {"kv_transfer_config": json.dumps(offloading(TIER))},
         STORAGE,
         {"model-path": "org/model", "hicache-storage-backend-extra-config": json.dumps(STORAGE)},
+        ADAPTER,
     ],
 )
 def test_the_stack_in_it_is_found(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -94,6 +102,11 @@ def test_a_stack_file_that_a_dictionary_names_is_read(tmp_path: Path) -> None:
         ({**STORAGE, "events": True}, "events: has no effect in SGLang"),
         ({"hicache-storage-backend-extra-config": {**STORAGE, "module_path": "other"}}, "module_path: 'other' is not"),
         ({"hicache-storage-backend-extra-config": "{"}, "is no JSON"),
+        ({**ADAPTER, "class_name": "Adapter"}, "class_name: 'Adapter' is not KVTieringAdapter"),
+        ({**ADAPTER, "type": "fs"}, "type: 'fs' is not plugin"),
+        ({**ADAPTER, "adapter_params": None}, "adapter_params: None is not a mapping"),
+        ({**ADAPTER, "adapter_params": {**STACK, "deadlin": 1}}, "adapter_params: deadlin: unknown word"),
+        ({**ADAPTER, "serde": {"type": "fp8"}}, "serde: "),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, config: dict[str, Any], text: str) -> None:
@@ -144,6 +157,9 @@ def test_secrets_of_a_dictionary_are_masked() -> None:
     assert "hunter2secret" not in str(error.value)
     with pytest.raises(ConfigError) as error:
         read_storage({**STORAGE, "secondary": [pool]})
+    assert "hunter2secret" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        read_adapter({**STACK, "secondary": [pool]})
     assert "hunter2secret" not in str(error.value)
 
 

@@ -68,7 +68,8 @@ def check(
 
     Each tier stores and loads a few blocks at a scratch place of its own, which is removed again. A local directory
     that an engine uses is only read. The exit code is 0 if no error was found. STACK may also be a file (JSON or YAML)
-    with vLLM's kv_transfer_config, or with SGLang's dictionary of a storage backend, that names one stack.
+    with vLLM's kv_transfer_config, SGLang's dictionary of a storage backend, or LMCache's of an L2 adapter, that names
+    one stack.
 
     \b
     Examples:

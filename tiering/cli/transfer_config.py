@@ -1,9 +1,10 @@
-"""Stacks in the configuration of vLLM or SGLang, whose file takes the place of a stack file.
+"""Stacks in the configuration of vLLM, SGLang or LMCache, whose file takes the place of a stack file.
 
 vLLM's ``kv_transfer_config`` stands alone, as in the flag ``--kv-transfer-config``, or under that name in the file of
 ``vllm serve --config``. It names ``TieringConnector``, or ``OffloadingConnector`` whose ``secondary_tiers`` have a
 dictionary for :mod:`tiering.engines.vllm_tier`. SGLang's dictionary is that of
-``--hicache-storage-backend-extra-config``, alone or under that name in the file of ``--config``.
+``--hicache-storage-backend-extra-config``, alone or under that name in the file of ``--config``. LMCache's dictionary
+is that of ``--l2-adapter``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 
 from tiering.api.masking import shown
 from tiering.config.inline import (
+    LMCACHE_CLASS,
+    LMCACHE_MODULE,
     SGLANG_CLASS,
     SGLANG_MODULE,
     TIER_CLASS,
     TIER_MODULE,
+    is_adapter,
     is_storage,
     is_tier,
+    read_adapter,
     read_storage,
     read_tier,
 )
@@ -33,7 +38,7 @@ _SGLANG_FLAGS = ("hicache-storage-backend-extra-config", "hicache_storage_backen
 
 
 def stack_at(path: str) -> StackConfig:
-    """Return the stack of a stack file, or of a file with vLLM's or SGLang's configuration.
+    """Return the stack of a stack file, or of a file with the configuration of vLLM, SGLang or LMCache.
 
     Raises:
         ConfigError: the file cannot be read, its stack is invalid, or the configuration does not name exactly one.
@@ -44,6 +49,8 @@ def stack_at(path: str) -> StackConfig:
     try:
         if (storage := _flag(data, _SGLANG_FLAGS, "the words of a storage backend")) is not None or is_storage(data):
             return _storage(data if storage is None else storage)
+        if is_adapter(data):
+            return _adapter(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not (config := _configuration(data)):
@@ -99,6 +106,19 @@ def _storage(given: Mapping[str, Any]) -> StackConfig:
     return read_storage(given)[0]
 
 
+def _adapter(given: Mapping[str, Any]) -> StackConfig:
+    """Return the stack in LMCache's dictionary, whose other words are LMCache's own."""
+    for word, allowed in (("type", "plugin"), ("class_name", LMCACHE_CLASS)):
+        if given.get(word) != allowed:
+            raise ConfigError(f"{word}: {shown(given.get(word))} is not {allowed}, as {LMCACHE_MODULE} needs")
+    if given.get("serde"):
+        raise ConfigError("serde: objects that LMCache has serialized are not found again; leave it out")
+    if not isinstance(params := given.get("adapter_params"), Mapping):
+        raise ConfigError(f"adapter_params: {shown(params)} is not a mapping with the words of a stack")
+    stack: StackConfig = _read("adapter_params", read_adapter, params)[0]
+    return stack
+
+
 def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackConfig]]:
     """Yield the place and the content of each stack that a connector's configuration names."""
     connector, extra = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
@@ -127,9 +147,8 @@ def _list(where: str, extra: Mapping[str, Any], word: str) -> Sequence[Mapping[s
     return given
 
 
-def _read(where: str, read: Any, given: Mapping[str, Any]) -> StackConfig:
+def _read(where: str, read: Any, given: Mapping[str, Any]) -> Any:
     try:
-        found: StackConfig = read(given)
+        return read(given)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix('stack: ')}") from error
-    return found

@@ -1,4 +1,4 @@
-"""Stacks inside the dictionary of a connector, of one of vLLM's own tiers, or of SGLang's backend.
+"""Stacks inside the dictionary of a connector, of a tier of vLLM's, of SGLang's backend or of LMCache's adapter.
 
 The dictionary has words of its own, and either ``config`` (a stack file, or its content as a mapping) or the stack's
 own words.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tiering.api.units import parse_duration
+from tiering.api.units import parse_duration, parse_size
 from tiering.config.problems import Problem, refuse, unknown_word
 from tiering.config.stack_file import HintOptions, StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -46,6 +46,21 @@ _SGLANG_WORDS = frozenset(
         *("hicache_storage_pass_prefix_keys", "tp_lcm_size"),
     }
 )
+LMCACHE_CLASS = "KVTieringAdapter"
+"""Name of the class that LMCache loads, together with :data:`LMCACHE_MODULE`."""
+
+LMCACHE_MODULE = "tiering.engines.lmcache"
+"""Module of the class."""
+
+TASK_DEADLINE = 10.0
+"""Longest time in seconds until the end of one of LMCache's tasks, by default."""
+
+_LONGEST_TASK = 25.0
+"""Largest deadline: LMCache waits 30 s for the tasks of an adapter that is removed."""
+
+LARGEST_BLOCK = 2 << 20
+"""Size in bytes of the largest blocks of LMCache's objects, by default."""
+
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 
 
@@ -98,15 +113,42 @@ def read_storage(given: Mapping[str, Any]) -> tuple[StackConfig, float]:
         ConfigError: the dictionary is invalid, or the stack has a word that has no effect there.
     """
     stack = read_inline(given, _SGLANG_WORDS)
-    try:
-        deadline = parse_duration(given.get("deadline", CALL_DEADLINE))
-    except ValueError as error:
-        raise ConfigError(f"deadline: {error}") from error
-    if not 0.0 < deadline <= _LONGEST_CALL:
-        raise ConfigError(f"deadline: {deadline:g} s is not allowed: above 0, and {_LONGEST_CALL:g} s at most")
+    deadline = _deadline(given, CALL_DEADLINE, _LONGEST_CALL)
     if problems := list(_without_effect(stack, "SGLang", "has no effect in SGLang, which takes none from a backend")):
         refuse("the storage backend of SGLang", problems)
     return stack, deadline
+
+
+def read_adapter(given: Mapping[str, Any]) -> tuple[StackConfig, float, int]:
+    """Return the stack of LMCache's ``adapter_params``, the deadline of a task, and the largest block's bytes.
+
+    Opens nothing.
+
+    Raises:
+        ConfigError: the dictionary is invalid, or the stack has a word that has no effect there.
+    """
+    stack = read_inline(given, ("deadline", "block_bytes"))
+    deadline = _deadline(given, TASK_DEADLINE, _LONGEST_TASK)
+    try:
+        block_bytes = parse_size(given.get("block_bytes", LARGEST_BLOCK))
+    except ValueError as error:
+        raise ConfigError(f"block_bytes: {error}") from error
+    if block_bytes < 4096 or block_bytes % 4096:
+        raise ConfigError(f"block_bytes: {block_bytes} is not allowed: a multiple of 4096")
+    if problems := list(_without_effect(stack, "LMCache", "has no effect in LMCache, which has events of its own")):
+        refuse("the L2 adapter of LMCache", problems)
+    return stack, deadline, block_bytes
+
+
+def _deadline(given: Mapping[str, Any], default: float, longest: float) -> float:
+    """Return the deadline in a dictionary, in seconds."""
+    try:
+        deadline = parse_duration(given.get("deadline", default))
+    except ValueError as error:
+        raise ConfigError(f"deadline: {error}") from error
+    if not 0.0 < deadline <= longest:
+        raise ConfigError(f"deadline: {deadline:g} s is not allowed: above 0, and {longest:g} s at most")
+    return deadline
 
 
 def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator[Problem]:
@@ -155,3 +197,8 @@ def is_tier(given: Mapping[str, Any]) -> bool:
 def is_storage(given: Mapping[str, Any]) -> bool:
     """Return True if SGLang's dictionary names a module of this project."""
     return given.get("module_path") == SGLANG_MODULE
+
+
+def is_adapter(given: Mapping[str, Any]) -> bool:
+    """Return True if LMCache's dictionary names a module of this project."""
+    return given.get("module_path") == LMCACHE_MODULE

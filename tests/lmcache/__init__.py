@@ -1,0 +1,1 @@
+"""Tests in the real LMCache (``make test-lmcache``)."""

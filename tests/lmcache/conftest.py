@@ -1,0 +1,10 @@
+"""The real LMCache on a CPU: its storage manager, its controllers, its factory of L2 adapters, its benchmark.
+
+Needs LMCache, which ``make test-lmcache`` installs with its dependencies; without LMCache no test here is collected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+collect_ignore_glob = [] if importlib.util.find_spec("lmcache") else ["test_*.py"]

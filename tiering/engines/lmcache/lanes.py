@@ -1,0 +1,134 @@
+"""Tasks of one kind, which threads do in the background, and the signal that a task has ended.
+
+LMCache submits tasks and returns at once; it polls a file descriptor per kind of task, and takes the results. Nothing
+here imports LMCache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from tiering.errors import TierUnavailableError
+
+logger = logging.getLogger("kv_tiering.lmcache")
+
+R = TypeVar("R")
+
+
+class Notifier(Protocol):
+    """A file descriptor that is readable after a signal."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+
+    def notify(self) -> None:
+        """Make the descriptor readable."""
+
+    def close(self) -> None:
+        """Close the descriptor."""
+
+
+class Lane(Generic[R]):
+    """The tasks of one kind.
+
+    Any thread may call all methods. Only :meth:`close` waits.
+
+    Args:
+        name: kind of the tasks, part of the threads' names.
+        threads: number of tasks that run at the same time.
+        notifier: signalled at the end of each task; the lane closes it.
+    """
+
+    def __init__(self, name: str, threads: int, notifier: Notifier) -> None:
+        self._notifier = notifier
+        self._queue: SimpleQueue[tuple[Callable[[], object], Callable[[Any], None]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._results: dict[int, R] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        names = [f"kv-tiering-{name}-{number}" for number in range(threads)]
+        self._threads = [threading.Thread(target=self._run, name=each, daemon=True) for each in names]
+        self.descriptor = notifier.fileno()
+        """The file descriptor that is readable once a task has ended."""
+
+    def start(self) -> None:
+        """Start the threads.
+
+        Raises:
+            TierUnavailableError: a thread cannot be started.
+        """
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            raise TierUnavailableError(f"LMCache's adapter: {error}; raise the limit on threads") from error
+
+    def submit(self, work: Callable[[], R], failed: R) -> int:
+        """Queue a task, and return its number.
+
+        Args:
+            work: returns the task's result.
+            failed: result of the task if ``work`` fails.
+        """
+        number = next(self._numbers)
+
+        def done() -> R:
+            try:
+                return work()
+            except Exception:
+                logger.exception("a task of LMCache failed")
+                return failed
+
+        self._queue.put((done, lambda result: self._ended(number, result)))
+        return number
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Queue work without a result."""
+        self._queue.put((work, lambda _: None))
+
+    def take(self, number: int) -> R | None:
+        """Return a task's result once; None if it has not ended, or was taken."""
+        with self._lock:
+            return self._results.pop(number, None)
+
+    def take_all(self) -> Mapping[int, R]:
+        """Return the results of all tasks that have ended and were not taken, by their numbers."""
+        with self._lock:
+            results, self._results = self._results, {}
+        return results
+
+    def close(self, patience: float) -> None:
+        """End the threads behind the tasks that are queued, and close the descriptor. May be called twice.
+
+        Args:
+            patience: seconds for which each thread is waited for.
+        """
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(patience)
+            if thread.is_alive():
+                logger.error("the thread %s did not end within %g s", thread.name, patience)
+        with self._lock:
+            self._closed = True
+            self._notifier.close()
+
+    def _ended(self, number: int, result: R) -> None:
+        with self._lock:
+            if not self._closed:  # the number of a closed descriptor may belong to another file
+                self._results[number] = result
+                self._notifier.notify()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, ended = entry
+            try:
+                ended(work())
+            except Exception:
+                logger.exception("%s failed", threading.current_thread().name)
