@@ -24,8 +24,12 @@ SGLANG       ?= 0.5.23
 SGLANG_PLACE := build/sglang-$(SGLANG)
 SGLANG_STAMP := $(SGLANG_PLACE)/.installed
 
+LMCACHE       ?= 0.5.6
+LMCACHE_PLACE := build/lmcache-$(LMCACHE)
+LMCACHE_STAMP := $(LMCACHE_PLACE)/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow test-vllm test-sglang coverage lint format bench bench-vllm gpu clean
+.PHONY: help setup demo docs test test-slow test-vllm test-sglang test-lmcache coverage lint format bench bench-vllm gpu clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +74,13 @@ test-sglang: $(SGLANG_STAMP)  ## The real SGLang's HiCache on a CPU, in the envi
 
 $(SGLANG_STAMP): $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SGLANG_PLACE) sglang==$(SGLANG)
+	@touch $@
+
+test-lmcache: $(LMCACHE_STAMP)  ## The real LMCache's controllers on a CPU, in the environment of test-vllm (an 18 MB wheel without its dependencies)
+	PYTHONPATH=$(LMCACHE_PLACE) $(VLLM_VENV)/bin/python -m pytest tests/lmcache $(PYTEST_ARGS)
+
+$(LMCACHE_STAMP): $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LMCACHE_PLACE) lmcache==$(LMCACHE)
 	@touch $@
 
 lint: $(STAMP)  ## Style, format, types, import arrows
