@@ -1,4 +1,4 @@
-"""The real LMCache on a CPU: its storage manager, its controllers, its factory of L2 adapters, its benchmark.
+"""The real LMCache on a CPU: its storage manager, controllers, factory of adapters, and benchmark.
 
 Needs LMCache, which ``make test-lmcache`` installs with its dependencies; without LMCache no test here is collected.
 """

@@ -1,4 +1,4 @@
-"""Stacks inside the dictionary of a connector, of a tier of vLLM's, of SGLang's backend or of LMCache's adapter.
+"""Stacks inside the dictionaries of vLLM's connectors and tiers, SGLang's backend, LMCache's adapter.
 
 The dictionary has words of its own, and either ``config`` (a stack file, or its content as a mapping) or the stack's
 own words.
@@ -120,7 +120,7 @@ def read_storage(given: Mapping[str, Any]) -> tuple[StackConfig, float]:
 
 
 def read_adapter(given: Mapping[str, Any]) -> tuple[StackConfig, float, int]:
-    """Return the stack of LMCache's ``adapter_params``, the deadline of a task, and the largest block's bytes.
+    """Return the stack of LMCache's ``adapter_params``, a task's deadline, and the largest block's bytes.
 
     Opens nothing.
 

@@ -129,7 +129,7 @@ class Notifier:
 
 @dataclass
 class Listener:
-    """What an adapter has reported."""
+    """The notices of an adapter."""
 
     stored: list[tuple[ObjectKey, int]] = field(default_factory=list)
     accessed: list[ObjectKey] = field(default_factory=list)

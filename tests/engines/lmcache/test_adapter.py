@@ -27,6 +27,8 @@ from tests.engines.lmcache.double import (
     installed,
 )
 from tests.thread_limit import ThreadLimit
+from tiering.api.manager import OffloadingEvent
+from tiering.engines.lmcache.objects import Layout, Ledger
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.testing.clock import until
 
@@ -241,6 +243,18 @@ def test_a_deleted_object_is_a_miss_until_it_is_stored_again() -> None:
         assert controller.store(objects(names[:1]))
         assert controller.adapter.used == 2 * 32768
         assert controller.load(empty(names)) == [True, False, True]
+
+
+def test_the_record_of_objects_is_bounded() -> None:
+    ledger, layout = Ledger(most=10), Layout(8192, "text")
+    for number in range(40):
+        parts = [bytes([number, part]) * 20 for part in range(2)]
+        ledger.note([OffloadingEvent(parts, "CPU", "LOCAL", "cpu", removed=False)])
+        assert ledger.add(number, layout, parts) == (True, 0)
+    assert len(ledger) == 5
+    assert ledger.delete([3, 38]) == [(38, 8192)]
+    assert len(ledger._tiers) <= 22
+    assert ledger.note([OffloadingEvent([bytes([39, 0]) * 20], "CPU", "LOCAL", "cpu", removed=True)]) == [(39, 8192)]
 
 
 def test_a_listener_that_fails_fails_no_task(monkeypatch: pytest.MonkeyPatch) -> None:

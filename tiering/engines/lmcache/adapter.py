@@ -161,7 +161,10 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(len(done) == len(keys), sum(buffer.layout.nbytes for buffer in done))
 
     def _runs(self, buffers: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
-        """Yield runs of objects that need as many rows as are lent at once, so that each run has time to find room."""
+        """Yield runs of objects that need as many rows as are lent at once.
+
+        Each run has time of its own to find room.
+        """
         run: list[Buffer] = []
         largest = 1 if self._exchange is None else self._exchange.part
         for buffer in buffers:
@@ -226,7 +229,10 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
     # -------------------------------------------------------------------------------------------------------- deletions
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Hide objects from this process until they are stored again; the stack evicts their bytes in its own order."""
+        """Hide objects from this process until they are stored again.
+
+        The stack evicts their bytes in its own order.
+        """
         self._notify(self._notify_keys_deleted, self._ledger.delete(keys))
 
     def _on_events(self, events: Sequence[OffloadingEvent]) -> None:

@@ -27,6 +27,9 @@ _LEAST_BYTES = 4096
 _SIZES = 8
 """Largest number of sizes of blocks."""
 
+MOST_BLOCKS = 1 << 18
+"""Largest number of blocks whose objects are recorded, in about 100 MB."""
+
 
 def block_sizes(largest: int) -> list[int]:
     """Return the sizes of blocks, one per KV-cache group: the largest one, its half, and so on."""
@@ -103,7 +106,7 @@ class Buffer:
 
 
 def buffer_of(position: int, key: Any, memory: Any, sizes: Sequence[int]) -> Buffer | None:
-    """Return the bytes of one of LMCache's memory objects; None if they are not those of its layout, or there are none.
+    """Return the bytes of one of LMCache's memory objects; None unless they are those of its layout.
 
     Args:
         position: position in the task.
@@ -134,10 +137,15 @@ class _Object:
 class Ledger:
     """The objects that this process has stored, until one of their blocks is in no tier any more.
 
+    Of more than the largest number of blocks, the oldest objects are dropped: they are neither hidden nor reported.
     Any thread may call all methods.
+
+    Args:
+        most: largest number of blocks; default :data:`MOST_BLOCKS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_BLOCKS) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._objects: dict[Any, _Object] = {}
         self._owners: dict[OffloadKey, Any] = {}
@@ -166,6 +174,8 @@ class Ledger:
                 self._drop(key)
             self._objects[key] = _Object(layout, parts)
             self._owners.update(dict.fromkeys(parts, key))
+            while len(self._owners) > self._most and len(self._objects) > 1:
+                self._drop(next(iter(self._objects)))
             return True, 0 if before is None or before.is_deleted else before.layout.nbytes
 
     def delete(self, keys: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -177,9 +187,11 @@ class Ledger:
             return [(key, each.layout.nbytes) for key, each in found]
 
     def note(self, events: Iterable[OffloadingEvent]) -> list[tuple[Any, int]]:
-        """Follow the blocks in the tiers; return the objects that no tier holds whole any more, with their sizes."""
+        """Follow the blocks in the tiers; return objects that no tier holds whole any more, and their sizes."""
         gone: list[tuple[Any, int]] = []
         with self._lock:
+            while len(self._tiers) > 2 * self._most:
+                del self._tiers[next(iter(self._tiers))]
             for event in events:
                 for key in event.keys:
                     tiers = self._tiers.get(key, 0) + (-1 if event.removed else 1)
