@@ -11,6 +11,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ def storage(adapter: str) -> Iterator[StorageManager]:
 
 def the_adapter(manager: StorageManager) -> Any:
     return manager.l2_adapters()[0][1]
+
+
+def counts(manager: StorageManager, number: int) -> bool:
+    return bool(the_adapter(manager).report_status()["objects"] == number)
 
 
 def write(manager: StorageManager, keys: Sequence[ObjectKey]) -> None:
@@ -125,7 +130,7 @@ def test_a_medium_that_hangs_holds_up_neither_prefetches_nor_the_close(
     with storage(plugin(tmp_path, **small, deadline="0.5s", shutdown_deadline="0.1s")) as manager:
         for number, key in enumerate(KEYS, 1):
             write(manager, [key])
-            assert until(lambda number=number: the_adapter(manager).report_status()["objects"] == number)
+            assert until(partial(counts, manager, number))
         assert until(lambda: not manager._store_controller._in_flight_tasks)
         manager.clear(force=True)
         called = gate()

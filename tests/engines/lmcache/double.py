@@ -81,7 +81,7 @@ class TensorMemoryObj:
 
     @property
     def byte_array(self) -> memoryview:
-        return memoryview(self.raw_data.numpy())
+        return memoryview(self.raw_data.numpy())  # type: ignore[arg-type]
 
 
 class GDSMemoryObject(TensorMemoryObj):

@@ -141,7 +141,7 @@ def test_an_object_that_is_larger_than_the_memory_passes_through_it_in_parts() -
         assert same(back, objects(names, shape))
 
 
-OTHER_KEYS = {
+OTHER_KEYS: dict[str, dict[str, Any]] = {
     "model": {"model_name": "org/other"},
     "rank": {"kv_rank": 2},
     "group": {"object_group_id": 1},

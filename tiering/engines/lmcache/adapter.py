@@ -30,7 +30,7 @@ from tiering.api.namespace import ModelIdentity
 from tiering.config.inline import read_adapter
 from tiering.config.stack import open_manager
 from tiering.engines.exchange import BlockExchange
-from tiering.engines.lmcache.lanes import Lane
+from tiering.engines.lmcache.lanes import TaskLane
 from tiering.engines.lmcache.objects import Buffer, Ledger, block_sizes, buffer_of, layout_of, parts_of
 from tiering.engines.mailbox import window_of
 from tiering.engines.vllm.logging import share_logging
@@ -98,9 +98,9 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         self._ledger = Ledger()
         self._counts = {"stored": 0, "not_stored": 0, "loaded": 0, "missed": 0}
         self._patience = stack.shutdown_deadline + _JOIN_SECONDS
-        self._stores: Lane[Any] = Lane("store", 1, create_event_notifier())
-        self._lookups: Lane[Any] = Lane("lookup", _SEARCHERS, create_event_notifier())
-        self._loads: Lane[Any] = Lane("load", _LOADERS, create_event_notifier())
+        self._stores: TaskLane[Any] = TaskLane("store", 1, create_event_notifier())
+        self._lookups: TaskLane[Any] = TaskLane("lookup", _SEARCHERS, create_event_notifier())
+        self._loads: TaskLane[Any] = TaskLane("load", _LOADERS, create_event_notifier())
         self._lanes = (self._stores, self._lookups, self._loads)
         self._exchange: _Exchange | None = None
         manager = None

@@ -33,7 +33,7 @@ class Notifier(Protocol):
         """Close the descriptor."""
 
 
-class Lane(Generic[R]):
+class TaskLane(Generic[R]):
     """The tasks of one kind.
 
     Any thread may call all methods. Only :meth:`close` waits.
