@@ -44,7 +44,7 @@ HOLES_PER_LOOK = 16
 """Largest number of missing blocks that one look at the blocks of a session passes over."""
 
 BLOCKS_PER_LOOK = 256
-"""Largest number of blocks that one search of a prefetch looks at: a session may have tens of thousands."""
+"""Largest number of blocks that one search of a prefetch looks at; a session may have more."""
 
 AWAKE_SECONDS = 1.0
 """Time for which an engine without requests steps on after a prefetch has begun something."""
