@@ -243,7 +243,7 @@ class _BehindVllm(_Raw, TierTests):
 
     @pytest.fixture(autouse=True)
     def _medium(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.STATS_SECONDS", 0.0)
+        monkeypatch.setattr("tiering.engines.mailbox.STATS_SECONDS", 0.0)
         self.path = tmp_path / "kv"
         with installed(NEWEST) as self.factory:
             yield
@@ -275,7 +275,7 @@ class TestResetsBehindVllm(_BehindVllm):
 def test_negative_control_a_door_that_mixes_up_rows_does_not_conform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiering.engines.vllm_tier.manager_thread.STATS_SECONDS", 0.0)
+    monkeypatch.setattr("tiering.engines.mailbox.STATS_SECONDS", 0.0)
 
     class Mixed(Door):
         def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], ctx: RequestContext, *, load: bool) -> int:
