@@ -114,6 +114,10 @@ def _is_ready(server: Prometheus, process: subprocess.Popen[bytes], log: Path) -
         return False
 
 
+UNMEASURED = {f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")}
+"""Expressions that have no value while every tier is always loaded."""
+
+
 def expressions(window: str) -> dict[str, str]:
     """Return every expression of the dashboard and of the alert rules, by a name for people.
 

@@ -290,6 +290,7 @@ STARTERS = {
     "tiering/primary/memory/prefault.py": "the start of an engine",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
     "tiering/engines/vllm/weights.py": "the start of an engine",
+    "tiering/engines/lmcache/lanes.py": "the start of an adapter of LMCache; the threads end with it",
     "tiering/engines/mailbox.py": "the start of an engine; the thread ends with it",
     "tiering/machine/link.py": "the start of an engine; the thread ends with it",
     "tiering/epochs/opener.py": "the shutdown of a tier, which may wait until its deadline",

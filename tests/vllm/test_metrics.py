@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.deploy.observed import needs
-from tests.deploy.prometheus import empty, expressions, prometheus
+from tests.deploy.prometheus import UNMEASURED, empty, expressions, prometheus
 from tests.vllm.rig import BLOCK_BYTES, prompt
 from tests.vllm.server import serve
 from tiering.testing.clock import until
@@ -13,14 +13,8 @@ from tiering.testing.clock import until
 PROMPTS = [prompt(seed) for seed in range(6)]
 """More than the GPU's blocks and the CPU tier hold."""
 
-WITHOUT_VALUE = {
-    "Cost of requests, dollars a day: {{tier}}",
-    *(f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")),
-}
-"""Expressions that are rightly without a value.
-
-A stack without an object store costs nothing, and the worth of a tier that is always loaded is not measured.
-"""
+WITHOUT_VALUE = UNMEASURED | {"Cost of requests, dollars a day: {{tier}}"}
+"""Expressions that are rightly without a value: a stack without an object store costs nothing."""
 
 
 def test_every_expression_has_a_value_and_no_alert_fires_while_vllm_runs_well(llama: Path, tmp_path: Path) -> None:
