@@ -248,7 +248,7 @@ class TestAccounting:
 
 
 def test_a_prompt_whose_objects_have_vanished_is_uploaded_again_at_once(fake: FakeS3, make: Make) -> None:
-    rig = make()
+    rig = make(**REMEMBERING)
     rig.open()
     prompt = keys_of(*range(32))
     assert rig.store(prompt) == prompt
