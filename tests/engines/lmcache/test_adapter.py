@@ -268,26 +268,6 @@ def test_a_listener_that_fails_fails_no_task(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- trouble, threads
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
-    """Let the medium hang in calls of one kind, until the test has ended."""
-    opened = threading.Event()
-
-    def hang(name: str) -> threading.Event:
-        called = threading.Event()
-
-        def method(*arguments: Any) -> Any:
-            called.set()
-            opened.wait()
-            raise OSError("gone")
-
-        monkeypatch.setattr(f"tiers.memory.MemoryStore.{name}", method)
-        return called
-
-    yield hang
-    opened.set()
-
-
 def test_loads_from_a_medium_that_hangs_end_at_their_deadline_and_leave_the_memory_alone(
     gate: Callable[[str], threading.Event],
 ) -> None:

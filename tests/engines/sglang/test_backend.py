@@ -376,26 +376,6 @@ def test_the_commit_that_sglang_loads_names_the_weights() -> None:
 # ------------------------------------------------------------------------------------------- trouble, resets, threads
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
-    """Let the medium hang in calls of one kind, until the test has ended."""
-    opened = threading.Event()
-
-    def hang(name: str) -> threading.Event:
-        called = threading.Event()
-
-        def method(*arguments: Any) -> Any:
-            called.set()
-            opened.wait()
-            raise OSError("gone")
-
-        monkeypatch.setattr(f"tiers.memory.MemoryStore.{name}", method)
-        return called
-
-    yield hang
-    opened.set()
-
-
 def test_a_load_from_a_medium_that_hangs_ends_at_the_deadline_and_leaves_the_pool_alone(
     gate: Callable[[str], threading.Event],
 ) -> None:

@@ -164,26 +164,6 @@ def test_a_request_that_was_open_at_a_reset_stores_nothing_any_more_and_the_next
             driver.tier.on_request_finished(ctx)
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
-    """Let the medium hang in calls of one kind, until the test has ended."""
-    opened = threading.Event()
-
-    def hang(name: str) -> threading.Event:
-        called = threading.Event()
-
-        def method(*arguments: Any) -> Any:
-            called.set()
-            opened.wait()
-            raise OSError("gone")
-
-        monkeypatch.setattr(f"tiers.memory.MemoryStore.{name}", method)
-        return called
-
-    yield hang
-    opened.set()
-
-
 def test_a_load_from_a_medium_that_hangs_is_a_miss_at_the_tiers_deadline_and_no_job(
     gate: Callable[[str], threading.Event],
 ) -> None:
