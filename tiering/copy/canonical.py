@@ -250,8 +250,7 @@ class _Builder:
         base, item = cache.untyped_storage().data_ptr(), cache.element_size()
         found = list(head_pieces(layer, cache, heads, self.num_blocks, tokens))
         stride = int(cache.stride(0)) * item
-        for _ in self._pieces(layer, cache, 0, 1):
-            pass  # blocks that overlap in memory are refused
+        next(self._pieces(layer, cache, 0, 1))  # it refuses blocks that overlap in memory before its first piece
         for start, size, row_offset in found:
             address = base + (int(cache.storage_offset()) + start) * item
             yield _Piece(address, stride, size * item, cache, row_offset * item)
