@@ -136,7 +136,7 @@ class ManagerParts(OffloadingManager):
         inert_in_children(self, InertManager)
 
     def _enter(self) -> None:
-        """Refuse a second thread, and end the rest of the tiers; the methods of every step have these lines inline."""
+        """Refuse a second thread, and end the rest of the tiers; frequent methods have these lines inline."""
         self._owner.claim()
         self._rest.until = None
 
