@@ -1,45 +1,21 @@
-"""The report page: one self-contained file, all text escaped, the best stack ready to copy."""
+"""The report of a study: what it says about buying, and how it writes values."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.replay.traces import write_mooncake
-from tiering.replay.charts import dollars, seconds
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
-from tiering.replay.report import advice, report_page
+from tiering.replay.report import advice, dollars, seconds
 from tiering.replay.study import Study, run_study
 from tiering.replay.sweep import parse_axis, points
 
-STACK = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "local", "path": "/<x>&", "capacity": "1GiB"}]}
-
-
-class Reader(HTMLParser):
-    """A parser that collects the tags and their references."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in {"meta", "br", "line", "circle", "rect", "polyline"}:
-            self.open.append(tag)
-        self.links += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href", "action"}]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in {"meta", "br", "line", "circle", "rect", "polyline"}:
-            assert self.open.pop() == tag
+STACK = {"primary": {"capacity": "64MiB"}, "secondary": [{"type": "local", "path": "/cache", "capacity": "1GiB"}]}
 
 
 @pytest.fixture(name="study")
@@ -48,34 +24,6 @@ def make_study(tmp_path: Path) -> Study:
     trace = Trace([write_mooncake(tmp_path / "t.jsonl", prompts)])
     axes = [parse_axis("primary.capacity=32MiB..128MiB"), parse_axis("primary.eviction=lru,arc")]
     return run_study(trace, points(STACK, axes), ReplayModel(kv_bytes_per_token=2048), 1 << 20)
-
-
-def test_the_page_is_whole_and_needs_nothing_else(study: Study) -> None:
-    page = report_page(study)
-    reader = Reader()
-    reader.feed(page)
-    assert reader.open == []
-    assert reader.links == []
-    assert not re.search(r"@import|url\(|fetch\(|https?://", page)
-    assert reader.tags.count("svg") == 2
-    assert len(page) < 100_000
-    # Charts shrink with their window, and long lines of the stack file are wrapped.
-    assert "svg{width:100%" in page
-    assert "min-width:560px" not in page
-    assert re.search(r"pre\{[^}]*white-space:pre-wrap", page)
-
-
-def test_the_page_has_the_file_of_the_best_stack(study: Study) -> None:
-    page = report_page(study)
-    found = re.search(r'<pre id="stack">(.*?)</pre>', page, re.DOTALL)
-    assert found is not None
-    assert unescape(found[1]) == study.best.stack
-    assert "<script" not in page
-
-    disk = next(result for result in study.results if "local" in result.settings["secondary"])
-    page = report_page(replace(study, results=[disk]))
-    assert "/&lt;x&gt;&amp;" in page
-    assert "<x>" not in page
 
 
 @pytest.mark.parametrize("slower", [{"ttft_mean": 3.0}, {"ttft_p99": 7.45}])
@@ -90,11 +38,9 @@ def test_the_best_buy_says_why_stacks_that_save_more_do_not_count(study: Study, 
     assert any(line.startswith("1 of the stacks would save more money") for line in advice(told))
 
 
-def test_one_stack_has_no_sweep_to_show(tmp_path: Path) -> None:
+def test_the_reuse_bounds_what_one_stack_serves(tmp_path: Path) -> None:
     trace = Trace([write_mooncake(tmp_path / "t.jsonl", [[1, 2], [1, 2]])])
     study = run_study(trace, points({"primary": {"capacity": "64MiB"}}, []), ReplayModel(), 1 << 20)
-    page = report_page(study)
-    assert page.count("<svg") == 1
     assert study.best.hit_rate == 0.5 == study.reuse
     assert any("50.0% of the 4 prompt blocks" in line for line in advice(study))
 

@@ -16,7 +16,7 @@ from tiering.cli.parameters import SIZE, device_cache_option
 from tiering.config.source import read_plain
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
-from tiering.replay.report import advice, report_page, table
+from tiering.replay.report import advice, label, table
 from tiering.replay.study import Study, run_study
 from tiering.replay.sweep import parse_axis, points
 
@@ -52,13 +52,6 @@ from tiering.replay.sweep import parse_axis, points
 )
 @click.option("--block-tokens", type=click.IntRange(min=1), help="Tokens of one block; default: those of the format.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    callback=lambda context, option, path: _in_a_directory(path),
-    help="Write a page with curves to this file.",
-)
 def replay(
     traces: tuple[Path, ...],
     stack_path: Path,
@@ -70,7 +63,6 @@ def replay(
     hinted_sessions: float | None,
     block_tokens: int | None,
     as_json: bool,
-    html: Path | None,
 ) -> None:
     """Replay traces of requests through the tiers of a stack, and say what they would serve.
 
@@ -81,7 +73,7 @@ def replay(
     \b
     Examples:
       kv-tiering replay trace.jsonl --stack stack.yaml
-      kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.capacity=1GiB..1TiB --html replay.html
+      kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.capacity=1GiB..1TiB
       kv-tiering replay trace.jsonl --stack stack.yaml --sweep primary.eviction=lru,arc --json
     """
     given = {
@@ -104,20 +96,6 @@ def replay(
         click.echo(json.dumps(study.as_dict(), indent=1))
     else:
         _print(study)
-    if html is not None:
-        try:
-            html.write_text(report_page(study), encoding="utf-8")
-        except OSError as error:
-            raise click.BadParameter(f"{html} cannot be written: {error.strerror}", param_hint="--html") from error
-        if not as_json:
-            click.echo(f"The page is {html}.")
-
-
-def _in_a_directory(path: Path | None) -> Path | None:
-    """Return ``path``; a missing directory ends the command at once, and not after the replay."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"{path.parent} is not a directory")
-    return path
 
 
 def _block_bytes(trace: Trace, model: ReplayModel, given: int | None) -> int:
@@ -141,3 +119,5 @@ def _print(study: Study) -> None:
     speed = sum(result.blocks for result in study.results) / max(sum(r.seconds for r in study.results), 1e-9)
     for line in [*advice(study), f"Replayed {speed:,.0f} blocks a second."]:
         click.echo(line)
+    if len(study.results) > 1:
+        click.echo(f"The file of {label(study.best)}; fill masked secrets in again:\n\n{study.best.stack}")

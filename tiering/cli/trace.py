@@ -50,7 +50,7 @@ def generate_trace(
     \b
     Example:
       kv-tiering trace generate --kind chat=3 --kind agents=1 --requests 50000 -o trace.jsonl
-      kv-tiering replay trace.jsonl --stack stack.yaml --html replay.html
+      kv-tiering replay trace.jsonl --stack stack.yaml
     """
     shares = dict(map(_kind, kinds)) or dict.fromkeys(WORKLOADS, 1.0)
     lines = own_lines(generate(shares, requests, rate, block_tokens, seed), block_tokens)

@@ -1,18 +1,9 @@
-"""The report of a study: one HTML page with curves, a table, and the stack file to copy.
-
-The page needs no network, no library and no script: its charts are SVG. A color stands for the same stacks in all
-charts; LRU's curve, which belongs to no stack, has the color of the text.
-"""
+"""The report of a study: a table of all stacks, and what they say about buying."""
 
 from __future__ import annotations
 
-import json
-from html import escape
-
 from tiering.api.keys import PRIMARY_TIER
-from tiering.api.units import format_bytes, parse_size
-from tiering.replay.charts import COLORS, STYLE, Series, dollars, line_chart, percent, seconds
-from tiering.replay.model import HOURS_PER_MONTH
+from tiering.api.units import format_bytes
 from tiering.replay.replay import DEVICE
 from tiering.replay.result import ReplayResult
 from tiering.replay.study import Study
@@ -24,23 +15,19 @@ LEAST_GAIN = 0.005
 """Share of the prompt blocks that another inclusion must serve to be recommended."""
 
 
-def report_page(study: Study) -> str:
-    """Return the page of a study as HTML."""
-    sections = [
-        *(f"<p>{escape(line)}</p>" for line in advice(study)),
-        _charts(study),
-        "<h2>In numbers</h2>",
-        _table(study),
-        "<h2>The stack file</h2><p>Secrets are masked: fill them in again.</p>",
-        f'<pre id="stack">{escape(study.best.stack)}</pre>',
-        _assumptions(study, study.best),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kv-tiering replay</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head><body><main><h1>Replay of {escape(', '.join(study.trace))}</h1>"
-        f"{''.join(sections)}</main></body></html>\n"
-    )
+def percent(value: float) -> str:
+    """Return a share as a percentage."""
+    return f"{100 * value:.1f}%"
+
+
+def dollars(value: float) -> str:
+    """Return an amount of dollars."""
+    return f"-${-value:,.0f}" if value < -0.5 else f"${max(value, 0.0):,.0f}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with a fitting unit."""
+    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{value * 1000:.3g} ms"
 
 
 def label(result: ReplayResult) -> str:
@@ -238,81 +225,3 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
     base = [*[""] * len(swept), *own, own[0] or "0.0%", *[""] * bounded, *map(seconds, times), "", "$0", "$0", "$0"]
     base[0] = "without tiers"
     return head, [*rows, base]
-
-
-def _charts(study: Study) -> str:
-    """Return the net saving over the first swept size, and the hit rate by capacity."""
-    word = next((word for word, text in study.results[0].settings.items() if _is_size(text)), None)
-    families: dict[str, list[ReplayResult]] = {}
-    for result in study.results:
-        family = " ".join(value for name, value in result.settings.items() if name != word) or "replayed stacks"
-        families.setdefault(family, []).append(result)
-    shown = sorted(families, key=lambda name: -max(result.net_dollars_per_month for result in families[name]))[:COLORS]
-    colors = {name: f"c{number}" for number, name in enumerate(shown)}
-    nets, dots = [], []
-    for name, color in colors.items():
-        if word is not None:
-            points = [
-                (parse_size(result.settings[word]), result.net_dollars_per_month)
-                for result in families[name]
-                if result.settings[word] != LEFT_OUT
-            ]
-            nets.append(Series(name, sorted(points), color))
-        rooms = [(room, result.hit_rate) for result in families[name] if (room := _room(result)) is not None]
-        fitting = [(float(room), rate) for room, rate in rooms if room <= 2 * study.curve[-1].capacity_bytes]
-        dots.append(Series(name, sorted(fitting), color, line=False))
-    lru = [(float(point.capacity_bytes), point.lru) for point in study.curve]
-    cache = Series("one LRU cache", lru, "ink", marks=False)
-    curve = line_chart([cache, *dots], "capacity of all tiers", "Share of prompt blocks served", format_bytes, percent)
-    title = "Net saving a month: prefill saved, minus the price of the tiers"
-    saving = line_chart(nets, word or "", title, format_bytes, dollars)
-    unbounded = any(_room(result) is None for result in study.results)
-    bare = "<p>Stacks with a tier that has no capacity are not in this chart.</p>" if unbounded else ""
-    note = f"<p>The charts show {COLORS} of {len(families)} kinds of stacks, those that save most.</p>"
-    return (
-        (f"<h2>What does it save?</h2>{saving}" if saving else "")
-        + f"<h2>How much capacity?</h2>{curve}{bare}"
-        + (note if len(families) > COLORS else "")
-    )
-
-
-def _room(result: ReplayResult) -> int | None:
-    """Return the capacity of all tiers together; None if one has none."""
-    sizes = [tier.capacity_bytes for tier in result.tiers]
-    return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def _is_size(text: str) -> bool:
-    try:
-        return not text.isdigit() and parse_size(text) > 0
-    except ValueError:
-        return False
-
-
-def _table(study: Study) -> str:
-    head, rows = table(study)
-    best = study.results.index(study.best) if study.pays else len(rows) - 1
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = (
-        f"<tr{' class=best' if number == best else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for number, row in enumerate(rows)
-    )
-    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _assumptions(study: Study, best: ReplayResult) -> str:
-    hours = best.trace_seconds / 3600
-    distinct = format_bytes(study.distinct_blocks * study.block_bytes)
-    items = [
-        f"A block has {study.block_tokens} tokens and {format_bytes(study.block_bytes)}.",
-        f"The trace has {study.distinct_blocks:,} distinct blocks ({distinct}).",
-        f"All amounts are for a month of {HOURS_PER_MONTH:g} hours like the {hours:,.2f} hours of the trace.",
-        "A tier with a capacity is paid for in full.",
-        "A tier without one is paid for what it holds in the steady state: bytes written per second, times its ttl.",
-        "A stack whose mean time to first token, or the time that 1% exceed, is longer than without tiers is no buy.",
-        "The trace starts with empty tiers, so a short trace understates what a running system serves.",
-        "The documentation of sizing describes the model. Its numbers are:",
-    ]
-    text = "".join(f"<li>{escape(item)}</li>" for item in items)
-    numbers = escape(json.dumps(study.model.model_dump(mode="json"), indent=1))
-    return f"<h2>Assumptions</h2><ul>{text}</ul><pre>{numbers}</pre>"
