@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from tiering.manager.promotions import Promotion, Promotions, Started
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
@@ -455,7 +457,7 @@ def test_a_promotion_that_ended_in_time_is_never_overdue_and_does_not_hide_the_n
 def test_a_tier_without_a_deadline_is_waited_for() -> None:
     world = World()
     assert isinstance(world.fast.tier, FakeTier)
-    world.fast.load_deadline = None
+    world.fast.traits = replace(world.fast.traits, load_deadline=None)
     world.run([A])
     world.expire(1e12)
     assert world.stats.promotions_overdue == 0

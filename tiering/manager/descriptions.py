@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from tiering.api.descriptions import Described, Description, TierDescriptions
 from tiering.manager.answers import TRUTH, Answer, BreachError
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 
 _T = TypeVar("_T")
 
@@ -41,8 +42,8 @@ class GuardedDescriptions(TierDescriptions):
     def of(cls, tiers: SecondaryTiers) -> GuardedDescriptions | None:
         """Return the descriptions of the first tier that keeps any; None without one."""
         for state in tiers.states:
-            if state.descriptions is not None:
-                return cls(tiers, state, state.descriptions)
+            if state.traits.descriptions is not None:
+                return cls(tiers, state, state.traits.descriptions)
         return None
 
     def write(self, documents: Sequence[Description]) -> bool:

@@ -180,7 +180,7 @@ class EarlyPromotions:
                 if request.is_early and not request.finished and not self._begin(early, len(early.keys), now)[1]:
                     self.waiting.append(early)
                 continue
-            self._promotions.unreserve(request)  # a prefetch loads nothing
+            self._promotions.reservations.release(request)  # a prefetch loads nothing
             if not early.complete and not request.finished:
                 early.complete = now >= early.until or self._prefetch(early, tenant, now)
             if request.finished or (early.complete and not request.asked):

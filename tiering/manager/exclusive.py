@@ -80,12 +80,7 @@ class ManagerExclusive(ManagerParts):
         self.primary_tier.unmark_held(keys)
         output = self.primary_tier.prepare_store(keys, LATE_STORE)
         if output is not None:
-            self._count_evicted(output)
+            self._broker.evicted(output.evicted_keys)
             if self._bounds_copies:
                 self.primary_tier.grant_copies(COPIES_PER_BLOCK * len(keys) - len(output.keys_to_store))
         return output
-
-    def _count_evicted(self, output: PrepareStoreOutput) -> None:
-        if output.evicted_keys:
-            self._stats.evicted_blocks += len(output.evicted_keys)
-            self._broker.evicted(output.evicted_keys)

@@ -18,7 +18,8 @@ from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import HELD_FOR, JobResult, TierIntake, TransferJob
 
@@ -159,7 +160,7 @@ class TierJobs:
             count = int(min(state.credit, len(keys)))
         if count:
             state.credit -= count
-            if self._together and state.mixes_requests and count < AT_ONCE and not is_fill:
+            if self._together and state.traits.mixes_requests and count < AT_ONCE and not is_fill:
                 self._gather(state, keys[:count], rows[:count])
             else:
                 self._submit_pinned(state, tuple(keys[:count]), rows[:count], ctx, now, is_fill=is_fill)
@@ -235,18 +236,11 @@ class TierJobs:
         self._tiers.end_requests(state)
 
     def _submit_store(
-        self,
-        state: TierState,
-        keys: tuple[OffloadKey, ...],
-        rows: Rows,
-        ctx: ReqContext,
-        now: float,
-        *,
-        is_fill: bool,
+        self, state: TierState, keys: tuple[OffloadKey, ...], rows: Rows, ctx: ReqContext, now: float, *, is_fill: bool
     ) -> None:
         """Submit a store of pinned rows, which is an array that the tier cannot change."""
         state.cascading_rows += len(rows)
-        job = TransferJob(next(self._ids), keys, rows, False, ctx, now, is_fill, _store_deadline(state, now))
+        job = TransferJob(next(self._ids), keys, rows, False, ctx, now, is_fill, state.traits.deadline(now, load=False))
         self._submit(state, state.tier.submit_store, job)
 
     def _rows_of(self, keys: Sequence[OffloadKey]) -> Rows:
@@ -258,7 +252,7 @@ class TierJobs:
         """True if blocks are queued for a tier that has taken some lately, or still may."""
         now = self._clock()
         return any(
-            state.queue and state.in_service and now < _store_deadline(state, state.queued_since)
+            state.queue and state.in_service and now < state.traits.deadline(state.queued_since, load=False)
             for state in self._states
         )
 
@@ -271,9 +265,8 @@ class TierJobs:
                 self._pull(state, self._clock())
                 self._tiers.call(state, state.tier.on_schedule_end)
             self._tiers.call(state, state.tier.drain, deadline)
-            if not state.queue or not state.in_service or (waited and len(state.queue) == before):
-                return
-            if self._clock() >= deadline:
+            ends = waited and len(state.queue) == before
+            if ends or not state.queue or not state.in_service or self._clock() >= deadline:
                 return
             self.collect()
             waited = True
@@ -299,7 +292,7 @@ class TierJobs:
         for promotion in self._promotions.take_queued():
             state, rows = promotion.state, np.array(promotion.rows, np.int64)
             rows.flags.writeable = False
-            ctx, deadline = promotion.owner.ctx, state.deadline(now)
+            ctx, deadline = promotion.owner.ctx, state.traits.deadline(now, load=True)
             job = TransferJob(next(self._ids), tuple(promotion.keys), rows, True, ctx, now, False, deadline)
             self._loads[job.job_id] = promotion
             if state.gate is not None:
@@ -404,7 +397,7 @@ class TierJobs:
         self._note_held(state, rows)
         if keys and not promotion.worthless:
             owner = promotion.owner
-            faster = [other for other in owner.tiers if other.rank < state.rank and other.fill]
+            faster = [other for other in owner.tiers if other.rank < state.rank and other.traits.fill]
             # The tiers were promised that a finished request has no further cascades.
             self.cascade(faster, keys, rows, NOBODY if owner.finished else owner.ctx, is_fill=True)
 
@@ -502,9 +495,3 @@ class TierJobs:
                 settled = None if state.intake is None else self._ask(state, SECONDS, state.intake.used, asked, ctx)
                 state.settled_until[used] = math.inf if state.intake is None else now + (settled or 0.0)
                 state.has[used] = False
-
-
-def _store_deadline(state: TierState, now: float) -> float:
-    """Return the time by which a store that is submitted at ``now`` should have ended."""
-    limit = state.store_deadline
-    return state.deadline(now) if limit is None else now + limit

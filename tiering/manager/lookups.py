@@ -144,7 +144,7 @@ class ManagerLookups(ManagerParts):
         request = self._known.get(req_context.req_id)
         if request is None or not request.brought:
             return {}
-        return Counter(self._states[rank].medium for rank in map(request.brought.get, keys) if rank is not None)
+        return Counter(self._states[rank].traits.medium for rank in map(request.brought.get, keys) if rank is not None)
 
     def count_tiers(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Mapping[str, int]:
         self._owner.claim()

@@ -21,7 +21,8 @@ from tiering.manager.reservations import Reservations
 from tiering.manager.rest import Rest
 from tiering.manager.row_broker import RowBroker
 from tiering.manager.steps import TierSteps
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.warm_start import WarmStart, WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.forks import inert_in_children

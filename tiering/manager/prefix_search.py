@@ -22,7 +22,8 @@ from tiering.manager.answers import PREFIX
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 MAX_RUNS = 128
@@ -158,7 +159,7 @@ class PrefixSearch:
             for state in () if found else request.tiers:
                 if state.in_service and state.loads:
                     held, open_end = self._ask(state, PREFIX, state.tier.lookup_prefix, rest, request.ctx) or (0, False)
-                    found = max(found, held if held >= state.min_prefix_blocks else 0)
+                    found = max(found, held if held >= state.traits.min_prefix_blocks else 0)
                     undecided = undecided or open_end
             if not found:
                 return PrefixMatch(position, undecided)
@@ -218,7 +219,7 @@ class PrefixSearch:
         """
         patience, left = 0.0, len(walk.keys) - position
         for state in request.tiers:
-            least, gate = state.min_prefix_blocks, state.gate
+            least, gate = state.traits.min_prefix_blocks, state.gate
             if not state.in_service or left < least or not state.loads:
                 continue
             if gate is not None and request.is_early:
@@ -341,7 +342,7 @@ class PrefixSearch:
         for excluded in (request.refused, request.failed.get(state.rank, _NONE)):
             if excluded and not excluded.isdisjoint(keys):
                 keys = keys[: _leading(keys, excluded)]
-        if len(keys) < state.min_prefix_blocks:
+        if len(keys) < state.traits.min_prefix_blocks:
             return ()
         readable, pending = self._readable, self._pending
         if end < walk.at_least and not all(key in readable or key in pending for key in walk.keys[end : walk.at_least]):

@@ -32,7 +32,7 @@ from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.room import RoomWaiters
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.tiers import TierState
+from tiering.manager.tier_state import TierState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 
@@ -93,7 +93,8 @@ class Promotions:
         self._primary = primary
         self._readable = primary.readable
         self._pending = primary.pending
-        self._reservations = reservations
+        self.reservations = reservations
+        """Promoted blocks that are pinned for the requests that asked."""
         self._broker = broker
         self._stats = stats
         self._clock = clock
@@ -137,8 +138,7 @@ class Promotions:
             keys: blocks that the primary table neither holds nor expects.
             position: number of blocks in front of ``keys`` that the request needs at the same time; default 0.
         """
-        share = self._max_rows - self.rows_promoting - self._reservations.rows
-        tier_share = state.max_loading_rows - state.loading_rows
+        share, tier_share = self._shares(state)
         count = max(0, min(len(keys), share, tier_share))
         if count > self._primary.room:
             self._broker.make_room(count - self._primary.room, self.waiters.since(request))
@@ -148,7 +148,7 @@ class Promotions:
             waits = (
                 position + count < self._primary.num_rows
                 and (tier_share > count or count > 0 or self._loads_from(state))
-                and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self._reservations.rows))
+                and (share > count or self.waiters.may_get_rows(request, self.rows_promoting + self.reservations.rows))
                 and self.waiters.wait(request, keys[count], position + count, len(keys), state)
             )
             if not waits:
@@ -167,8 +167,7 @@ class Promotions:
             owner: stands for the request of the promotion, and is finished.
             keys: blocks that the primary table neither holds nor expects.
         """
-        share = self._max_rows - self.rows_promoting - self._reservations.rows
-        count = min(len(keys), share, state.max_loading_rows - state.loading_rows, self._primary.free)
+        count = min(len(keys), *self._shares(state), self._primary.free)
         return self._start(state, owner, keys[:count]) if count > 0 else 0
 
     def start_probe(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
@@ -177,9 +176,7 @@ class Promotions:
         If there is no room for all, the last ones are promoted. The requests that need them compute the head of their
         prompt meanwhile, which later requests need more often.
         """
-        share = self._max_rows - self.rows_promoting - self._reservations.rows
-        tier_share = state.max_loading_rows - state.loading_rows
-        count = min(len(keys), share, tier_share, self._primary.room)
+        count = min(len(keys), *self._shares(state), self._primary.room)
         if count > 0:
             for kept in (self._probing.brought, self._probing.failed, self._probing.refused):
                 kept.clear()
@@ -225,8 +222,7 @@ class Promotions:
             request: the request.
             keys: blocks that the primary table neither holds nor expects.
         """
-        share = self._max_rows // 2 - self.rows_promoting - self._reservations.rows
-        count = min(len(keys), share, state.max_loading_rows // 2 - state.loading_rows, self._primary.room)
+        count = min(len(keys), *self._shares(state, part=2), self._primary.room)
         return Started(self._start(state, request, keys[:count]) if count > 0 else 0, count < len(keys))
 
     def awaited_rows(self, request: Request, keys: Sequence[OffloadKey]) -> int | None:
@@ -244,21 +240,22 @@ class Promotions:
         _, _, key, position, rows, state = wait
         if not state.in_service or self.waiters.comes_first(request):
             return None
-        tier_share = state.max_loading_rows - state.loading_rows
-        if tier_share >= rows and self._max_rows - self.rows_promoting - self._reservations.rows >= rows:
-            return None
-        if tier_share <= 0 and not self._loads_from(state):
+        share, tier_share = self._shares(state)
+        if min(share, tier_share) >= rows or (tier_share <= 0 and not self._loads_from(state)):
             return None
         if position >= len(keys) or keys[position] != key:
             return None
         return None if key in self._readable or key in self._pending else position
 
+    def _shares(self, state: TierState, part: int = 1) -> tuple[int, int]:
+        """Return how many rows all promotions and those from a tier may still take, of 1 / ``part`` of their limits."""
+        share = self._max_rows // part - self.rows_promoting - self.reservations.rows
+        return share, state.max_loading_rows // part - state.loading_rows
+
     def _loads_from(self, state: TierState) -> bool:
         """Return True if a load from a tier is queued, or runs and has not failed."""
-        queued = (promotion.state is state for promotion in self._queued.values())
-        return any(queued) or any(
-            promotion.awaited and not promotion.ended for promotion in self._running.get(state.rank, ())
-        )
+        running = (promotion.awaited and not promotion.ended for promotion in self._running.get(state.rank, ()))
+        return any(promotion.state is state for promotion in self._queued.values()) or any(running)
 
     def _start(self, state: TierState, request: Request, keys: Sequence[OffloadKey]) -> int:
         """Promote ``keys``, for which there is room, and return their number."""
@@ -269,13 +266,10 @@ class Promotions:
         rows, evicted = taken
         if len(rows) < len(chosen):
             chosen = list(dict.fromkeys(chosen))
-        if evicted:
-            self._stats.evicted_blocks += len(evicted)
-            self._broker.evicted(evicted)
-        queue_key = (state.rank, request.ctx.req_id)
-        promotion = self._queued.get(queue_key)
-        if promotion is None:
-            promotion = self._queued[queue_key] = Promotion(state, request, [], [], state.deadline(self._clock()))
+        self._broker.evicted(evicted)
+        deadline = state.traits.deadline(self._clock(), load=True)
+        new = Promotion(state, request, [], [], deadline)
+        promotion = self._queued.setdefault((state.rank, request.ctx.req_id), new)
         promotion.keys += chosen
         promotion.rows += rows.tolist()
         self._in_flight.update(dict.fromkeys(chosen, promotion))
@@ -303,7 +297,7 @@ class Promotions:
     def _divide(self, promotion: Promotion) -> Iterator[Promotion]:
         """Yield the parts of a promotion, head first, each no longer than its tier's longest load."""
         keys, rows, others = promotion.keys, promotion.rows, promotion.others
-        most = promotion.state.max_load_blocks or len(keys)
+        most = promotion.state.traits.max_load_blocks or len(keys)
         if len(keys) <= most:
             yield promotion
             return
@@ -353,12 +347,8 @@ class Promotions:
     def _end_unawaited(
         self, promotion: Promotion, rows: Rows, good: NDArray[np.bool_]
     ) -> tuple[list[OffloadKey], Rows]:
-        readable, pending = self._primary.readable, self._primary.pending
-        if promotion.worthless:
-            good[:] = False
-        for index, key in enumerate(promotion.keys):
-            if good[index] and (key in readable or key in pending):
-                good[index] = False
+        worthless, known = promotion.worthless, (self._readable, self._pending)
+        good &= [not (worthless or key in known[0] or key in known[1]) for key in promotion.keys]
         self._primary.end_writing(rows[~good])
         kept = [key for key, ok in zip(promotion.keys, good.tolist(), strict=True) if ok]
         if kept:
@@ -379,8 +369,7 @@ class Promotions:
                 request.failed.setdefault(rank, set()).add(key)
 
     def _reserve_all(self, promotion: Promotion, keys: list[OffloadKey], rows: Rows) -> None:
-        reserve = self._reservations.reserve
-        reserve(promotion.owner, keys, rows)
+        self.reservations.reserve(promotion.owner, keys, rows)
         rank = promotion.state.rank
         promotion.owner.brought.update(dict.fromkeys(keys, rank))
         if promotion.others:
@@ -393,7 +382,7 @@ class Promotions:
                         if request is not promotion.owner and key not in request.refused:
                             wanted.setdefault(request, []).append(key)
             for request, its_keys in wanted.items():
-                reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
+                self.reservations.reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
                 request.brought.update(dict.fromkeys(its_keys, rank))
 
     # ------------------------------------------------------------------------------------------------ deadlines, resets
@@ -441,16 +430,12 @@ class Promotions:
 
     def release(self, request: Request) -> None:
         """Release a finished request's reservations; its queued promotions get new owners or are dropped."""
-        self._reservations.release(request)
+        self.reservations.release(request)
         self.waiters.end(request)
         if self._queued:
             for queue_key in [queue_key for queue_key, promotion in self._queued.items() if promotion.owner is request]:
                 self._pass_on(self._queued.pop(queue_key))
         request.asked.clear()
-
-    def unreserve(self, request: Request) -> None:
-        """End the reservations of a request that goes on."""
-        self._reservations.release(request)
 
     def _pass_on(self, promotion: Promotion) -> None:
         """Give each key of a queued promotion to the first other unfinished request that asked for it."""
@@ -467,10 +452,8 @@ class Promotions:
             self._drop(promotion, keys, as_rows([promotion.rows[index] for index in dropped]))
 
     def _inherit(self, promotion: Promotion, heir: Request, indices: Sequence[int]) -> None:
-        queue_key = (promotion.state.rank, heir.ctx.req_id)
-        inherited = self._queued.get(queue_key)
-        if inherited is None:
-            inherited = self._queued[queue_key] = Promotion(promotion.state, heir, [], [], promotion.deadline)
+        new = Promotion(promotion.state, heir, [], [], promotion.deadline)
+        inherited = self._queued.setdefault((promotion.state.rank, heir.ctx.req_id), new)
         keys = [promotion.keys[index] for index in indices]
         inherited.keys += keys
         inherited.rows += [promotion.rows[index] for index in indices]
@@ -504,7 +487,7 @@ class Promotions:
             promotion.worthless = True
         self._running.clear()
         self.waiters.clear()
-        self._reservations.clear()
+        self.reservations.clear()
 
 
 def _end_waits(promotion: Promotion) -> None:

@@ -16,7 +16,8 @@ from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_pol
 from tiering.errors import ConfigError
 from tiering.manager.answers import POLICY
 from tiering.manager.cascade_queue import RequestEnd
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.worth import Trial
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.secondary.agreement import EpochAgreement
@@ -100,7 +101,7 @@ class Request:
     def outcome_of(self, key: OffloadKey) -> LookupOutcome:
         """Return why the request does not load a block."""
         failed = tuple(state.name for state in self.tiers if key in self.failed.get(state.rank, ()))
-        least = tuple((state.name, state.min_prefix_blocks) for state in self.tiers)
+        least = tuple((state.name, state.traits.min_prefix_blocks) for state in self.tiers)
         gated = tuple(state.name for state in self.tiers if state.rank in self.gated or not state.loads)
         control = next((state.name for state in self.tiers if self.is_control_of(state.rank)), "")
         return LookupOutcome(key in self.refused, failed, least, gated, control)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tiering.api.keys import OffloadKey
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
-from tiering.manager.tiers import TierState
+from tiering.manager.tier_state import TierState
 
 MAX_WAITING = 64
 """Largest number of requests that wait for rows; promotions of further requests are misses."""
@@ -87,7 +87,7 @@ class RoomWaiters:
         if wait is None:
             if len(self.waits) >= MAX_WAITING:
                 return False
-            now, limit = self._clock(), state.load_deadline
+            now, limit = self._clock(), state.traits.load_deadline
             until = now + (LONGEST_WAIT if limit is None else limit)
             self.first_end = min(self.first_end, until)
             self._stats.promotions_waited += 1

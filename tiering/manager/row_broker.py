@@ -30,7 +30,8 @@ from tiering.api.transfer import Rows, as_rows
 from tiering.manager.cascade_queue import tails_of
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 TAKE_AFTER = 0.1
@@ -156,9 +157,10 @@ class RowBroker:
         return len(keys)
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
-        """Take blocks that have left the primary tier off all queues."""
+        """Count blocks that were evicted from the primary tier, and take them off all queues."""
+        self._stats.evicted_blocks += len(keys)
         for state in self._states:
-            if state.queue:
+            if keys and state.queue:
                 self._count_evicted(state, state.queue.drop(keys))
 
     def _named(self, keys: Sequence[OffloadKey], but: TierState) -> NDArray[np.bool_]:

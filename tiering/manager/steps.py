@@ -6,7 +6,8 @@ from tiering.api.keys import OffloadKey
 from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.jobs import TierJobs
 from tiering.manager.rest import LONGEST_REST
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.table.key_rows import KeyRows
 
 MOST_MISSING = 4096

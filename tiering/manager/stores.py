@@ -45,7 +45,7 @@ class ManagerStores(ManagerExclusive):
             return None
         if output.keys_to_store:
             request.refused_since = None
-        self._count_evicted(output)
+        self._broker.evicted(output.evicted_keys)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._jobs.cascade_held(request.wants_all, keys, req_context)
             self._jobs.await_others(request, keys, output.keys_to_store)

@@ -1,19 +1,11 @@
-"""The manager's side of the secondary tiers: their state, calls to them, resets and shutdown."""
+"""The manager's side of the secondary tiers: calls to them, resets and shutdown."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from operator import index
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiering.api.descriptions import TierDescriptions
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent, Unstored
 from tiering.api.masking import shown
@@ -27,20 +19,14 @@ from tiering.manager.answers import (
     BreachError,
     read_events,
     text_of,
-    truth,
 )
-from tiering.manager.cascade_queue import CascadeQueue, RequestEnd
-from tiering.manager.load_gate import LoadGate
+from tiering.manager.cascade_queue import RequestEnd
 from tiering.manager.manager_stats import ManagerStats
+from tiering.manager.tier_state import TierState
 from tiering.manager.worth import Worth
 from tiering.secondary.contract import (
-    LoadOrCompute,
     SecondaryTierManager,
     StepEnd,
-    TierHotKeys,
-    TierIntake,
-    TierTraits,
-    TransferJob,
 )
 
 _log = logging.getLogger("kv_tiering.manager")
@@ -49,134 +35,6 @@ _T = TypeVar("_T")
 
 _NOTHING = StepEnd()
 _PLAIN = frozenset((tuple, list))
-
-
-@dataclass(slots=True, eq=False)
-class TierState:
-    """One secondary tier, as the manager treats it."""
-
-    tier: SecondaryTierManager
-    rank: int
-    """Position among the secondary tiers; 0 is the fastest."""
-    name: str
-    """Attribute of the tier; the attributes below, up to ``fill``, are among its traits."""
-    medium: str
-    load_deadline: float | None
-    store_deadline: float | None
-    max_load_blocks: int | None
-    min_prefix_blocks: int
-    loads: bool
-    """False if no request loads from the tier."""
-    gate: LoadGate | None
-    """Chooses between loads from the tier and computing; None: no choice."""
-    mixes_requests: bool
-    fill: bool
-    max_loading_rows: int
-    """Largest number of primary rows that the tier's loads may hold."""
-    settled_until: NDArray[np.float64]
-    """Per primary row, the time until which uses of its block need not be reported to the tier.
-
-    The tier holds the block until then, or has decided not to take it.
-    """
-    has: NDArray[np.bool_]
-    """Per primary row, True if the tier has stored or loaded its block.
-
-    The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
-    """
-    intake: TierIntake | None
-    """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
-    hot_keys: TierHotKeys | None = None
-    """Part of the tier that keeps the keys which engines use most."""
-    worth: Worth | None = None
-    """Measured worth of the tier; None: it is not measured."""
-    descriptions: TierDescriptions | None = None
-    """Part of the tier that keeps descriptions of its blocks."""
-    queue: CascadeQueue = field(default_factory=CascadeQueue)
-    """Readable blocks that wait for the tier's credit."""
-    jobs: dict[int, TransferJob] = field(default_factory=dict)
-    """Jobs that the tier has not reported, by number; the rows of its stores are pinned."""
-    credit: float = 0.0
-    """Number of blocks that may be submitted before the tier is called again."""
-    queued_since: float = -math.inf
-    """Time of the last pull, or at which an empty queue got blocks, on the manager's clock."""
-    in_service: bool = True
-    """True if the manager may call the tier and submit jobs to it."""
-    resetting: bool = False
-    """True if the tier is out of service only until its medium has confirmed a reset."""
-    loading_rows: int = 0
-    """Primary rows that the tier's loads hold, overdue loads included; at most ``max_loading_rows``."""
-    cascading_rows: int = 0
-    """Primary rows of the cascades that were submitted; a row counts once for each of them."""
-    cascade_ended: float = -math.inf
-    """Time at which the last cascade to the tier ended, on the manager's clock."""
-
-    @classmethod
-    def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:
-        """Return the state of a tier that is in service and holds nothing.
-
-        Args:
-            tier: the tier.
-            rank: position among the secondary tiers; 0 is the fastest.
-            num_rows: number of primary rows.
-
-        Raises:
-            ConfigError: an attribute of the tier has a value that its contract does not allow.
-        """
-        traits = _attribute(tier, tier, "traits", "a TierTraits", partial(_instance, TierTraits))
-        share = _attribute(tier, traits, "primary_share", "a number from 0 to 1", _share)
-        return cls(
-            tier,
-            rank,
-            name=_attribute(tier, tier, "name", "a text", partial(_instance, str)),
-            medium=_attribute(tier, traits, "medium", "a text", partial(_instance, str)),
-            load_deadline=_attribute(tier, traits, "load_deadline", "a positive number of seconds or None", _limit),
-            store_deadline=_attribute(tier, traits, "store_deadline", "a positive number of seconds or None", _limit),
-            max_load_blocks=_attribute(
-                tier, traits, "max_load_blocks", "a positive whole number or None", _optional_count
-            ),
-            min_prefix_blocks=_attribute(tier, traits, "min_prefix_blocks", "a positive whole number", _count),
-            loads=(rule := _attribute(tier, traits, "load_or_compute", "auto, always or never", _rule)) != "never",
-            gate=LoadGate() if rule == "auto" else None,
-            mixes_requests=_attribute(tier, traits, "mixes_requests", "True or False", truth),
-            fill=_attribute(tier, traits, "fill", "True or False", truth),
-            max_loading_rows=max(1, int(share * num_rows)),
-            settled_until=np.zeros(num_rows),
-            has=np.zeros(num_rows, np.bool_),
-            intake=_attribute(tier, traits, "intake", "a TierIntake or None", partial(_part, TierIntake)),
-            hot_keys=_attribute(tier, traits, "hot_keys", "a TierHotKeys or None", partial(_part, TierHotKeys)),
-            descriptions=_attribute(
-                tier, traits, "descriptions", "a TierDescriptions or None", partial(_part, TierDescriptions)
-            ),
-        )
-
-    def deadline(self, now: float) -> float:
-        """Return the time by which a load that is submitted at ``now`` should have ended."""
-        limit = self.load_deadline
-        return math.inf if limit is None else now + limit
-
-
-def _attribute(tier: SecondaryTierManager, owner: object, name: str, expected: str, read: Callable[[Any], _T]) -> _T:
-    """Return an attribute of a tier or of its traits.
-
-    Args:
-        tier: the tier.
-        owner: the object with the attribute.
-        name: name of the attribute.
-        expected: description of the allowed values.
-        read: function that converts the value, and raises anything if the value is not allowed.
-
-    Raises:
-        ConfigError: the attribute does not exist, or its value is not allowed.
-    """
-    value: object = None
-    try:
-        value = getattr(owner, name)
-        return read(value)
-    except Exception as error:
-        raise ConfigError(
-            f"a {type(tier).__name__}, which is a secondary tier: its attribute {name} is {text_of(value)}, "
-            f"but must be {expected}"
-        ) from error
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -193,46 +51,6 @@ def _check_names(names: Sequence[str]) -> None:
                 "must have a name of its own"
             )
         taken[name] = f"secondary_tiers[{rank}]"
-
-
-def _instance(kind: type[_T], value: object) -> _T:
-    if not isinstance(value, kind):
-        raise BreachError
-    return value
-
-
-def _part(kind: type[_T], value: object) -> _T | None:
-    return None if value is None else _instance(kind, value)
-
-
-def _share(value: float) -> float:
-    if not 0.0 <= value <= 1.0:
-        raise BreachError
-    return float(value)
-
-
-def _limit(value: float | None) -> float | None:
-    if value is None:
-        return None
-    if not value > 0.0:
-        raise BreachError
-    return float(value)
-
-
-def _rule(value: str) -> str:
-    if value not in get_args(LoadOrCompute):
-        raise BreachError
-    return value
-
-
-def _count(value: int) -> int:
-    if not index(value) > 0:
-        raise BreachError
-    return index(value)
-
-
-def _optional_count(value: int | None) -> int | None:
-    return None if value is None else _count(value)
 
 
 class _Shares:

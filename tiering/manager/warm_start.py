@@ -31,7 +31,8 @@ from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
-from tiering.manager.tiers import SecondaryTiers, TierState
+from tiering.manager.tier_state import TierState
+from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 
 _log = logging.getLogger("kv_tiering.manager")
@@ -127,7 +128,7 @@ class WarmStart:
         self._tiers = tiers
         self._stats = stats
         self._clock = clock
-        self._states = [state for state in tiers.states if state.hot_keys is not None]
+        self._states = [state for state in tiers.states if state.traits.hot_keys is not None]
         self._chains: deque[tuple[OffloadKey, ...]] = deque()
         self._uses = 0
         self._changed = False
@@ -163,8 +164,8 @@ class WarmStart:
         self._changed, self._published = False, self._clock()
         chains = tuple(self._chains)
         for state in self._states:
-            if chains and state.in_service and state.hot_keys is not None:
-                self._tiers.call(state, state.hot_keys.publish, chains)
+            if chains and state.in_service and state.traits.hot_keys is not None:
+                self._tiers.call(state, state.traits.hot_keys.publish, chains)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -208,8 +209,8 @@ class WarmStart:
 
     def _gather(self) -> None:
         for state in list(self._gathering):
-            if state.in_service and state.hot_keys is not None:
-                engines = self._tiers.ask(state, HOT_KEYS, state.hot_keys.gather)
+            if state.in_service and state.traits.hot_keys is not None:
+                engines = self._tiers.ask(state, HOT_KEYS, state.traits.hot_keys.gather)
                 if engines is None:
                     continue
                 self._stats.warm_start_engines += len(engines)
