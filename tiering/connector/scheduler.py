@@ -26,10 +26,9 @@ from time import perf_counter
 from typing import Any
 
 from tiering.api.engine import OffloadingSpec
-from tiering.api.hints import EXPECT, NO_HINTS, PREFETCH_AT, KeptBlocks, RequestHints, SessionId, parse_hints
+from tiering.api.hints import NO_HINTS
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import MEDIUM_CPU, OffloadingEvent
-from tiering.api.masking import shown_name
 from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.cached_tokens import Cached, CachedTokens, planned
@@ -38,9 +37,10 @@ from tiering.connector.counters import counts_seconds
 from tiering.connector.described_runs import DescribedRuns
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
-from tiering.connector.groups import build_groups, interleave
+from tiering.connector.groups import build_groups
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
 from tiering.connector.handed_states import HandedStates
+from tiering.connector.hints import FollowedHints
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
@@ -55,9 +55,7 @@ from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tracked import NEVER, GroupState
 from tiering.connector.variants import Variant
-from tiering.manager.sessions import Sessions
 from tiering.replay.recorder import TraceRecorder
-from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
 
@@ -133,16 +131,13 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._engine_cache: EngineCache | None = None
         self._shows_cache = False
         """True once the manager was asked to hold blocks exclusively, or cannot be."""
-        self._actions = spec.hints.actions
-        self._sessions = Sessions(spec.hints.blocks) if self._actions else None
-        """Sessions whose blocks are followed; None if the stack follows no hints."""
+        self._hints = FollowedHints(spec, groups, self.manager, self._counters, clock) if spec.hints.actions else None
         explaining, publishes = spec.explaining, self._publishes_events
         self._misses = None
         if explaining is not None:
             self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)
-        self._warn_hints = LimitedWarning(logger, clock)
         self._step = 0
         self._new_epochs = self.manager.new_epochs
         self._is_shut_down = False
@@ -208,22 +203,19 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
 
     @counts_seconds
     def _begin_early(self, state: RequestState) -> None:
-        hints, bounds = state.hints, self._spec.hints
         # An adapter's blocks have no names before its files are known.
         if state.touched or state.variant is not None or not state.may_load or self._is_paused():
             return
         own = list[list[OffloadKey]]()
-        if self._spec.promotes_waiting or None in hints.prefetched:
+        if self._spec.promotes_waiting or None in state.hints.prefetched:
             state.extend_keys(self.groups)
             limit = state.request.num_tokens - self._search.tokens_to_leave
             if state.policy.max_load_tokens is not None:
                 limit = min(limit, state.policy.max_load_tokens)
             full = [group for group in self.groups if group.is_full]
             own = [state.keys[group.group_idx][: limit // group.offloaded_block_size] for group in full]
-        for session in hints.prefetched if state.policy.tiers is None else ():
-            chains = own if session is None else [self._blocks_of(session)]
-            for keys in filter(None, chains):
-                self.manager.prefetch(keys, hints.tenant, bounds.prefetch, has_holes=session is not None)
+        if self._hints is not None:
+            self._hints.prefetch(state, own)
         if self._spec.promotes_waiting:
             for keys in filter(None, own):
                 self.manager.promote_early(keys, state.ctx)
@@ -358,7 +350,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
         counters.jobs_active = len(self._jobs)
-        counters.session_blocks = 0 if self._sessions is None else self._sessions.blocks
+        counters.session_blocks = 0 if self._hints is None else self._hints.sessions.blocks
         stats = dict(super().get_stats())
         if self._misses is not None:
             stats[MISSES] = self._misses.totals()
@@ -396,8 +388,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._engine_cache.clear()
         self._tables.reset(self._pool)
         self.loads.forget_keys()
-        if self._sessions is not None:
-            self._sessions.clear()
+        if self._hints is not None:
+            self._hints.sessions.clear()
         # The manager's events until now need the snapshots, which the reset of the tracker drops.
         self._untaken_events += self.events.take_events(self._held_events())
         self.events.reset()
@@ -408,7 +400,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if not self._shows_cache:
             self._shows_cache = True
             self.manager.hold_exclusively(None)
-        hints = NO_HINTS if self._sessions is None else self._hints(request)
+        hints = NO_HINTS if self._hints is None else self._hints.of(request)
         wants_all = self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
         if self._prefill is not None:
             self._prefill.follow(request, ctx, policy)
@@ -425,21 +417,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
 
-    def _hints(self, request: EngineRequest) -> RequestHints:
-        """Return the hints of a request, and count those that have no effect."""
-        hints = parse_hints(
-            getattr(request, "kv_transfer_params", None),
-            getattr(request, "session_id", None),
-            getattr(request, "kv_hints", None),
-            getattr(request, "cache_salt", None),
-            self._actions,
-        )
-        if hints.malformed:
-            self._counters.hints_ignored += len(hints.malformed)
-            self._warn_hints("request %s: %s; ignored", shown_name(request.request_id), "; ".join(hints.malformed))
-        self._counters.hints_unknown += hints.unknown
-        return hints
-
     def _held_events(self) -> Iterable[OffloadingEvent]:
         return super()._held_events() if self._misses is None else self._misses.take_events()
 
@@ -455,8 +432,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         return {"kv_tiering": self._cached.count(state.cached, getattr(state.request, "cache_salt", None))}
 
     def _used(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        if self._sessions is not None:
-            self._sessions.used(keys, state.hints.session)
+        if self._hints is not None:
+            self._hints.sessions.used(keys, state.hints.session)
 
     def _is_paused(self) -> bool:
         return bool(self._completions.orphans)
@@ -503,43 +480,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._misses.ended(state)
         if self._prefill is not None:
             self._prefill.finished(state.ctx.req_id)
-        if state.hints is NO_HINTS:
+        if self._hints is None or state.hints is NO_HINTS:
             self.manager.on_request_finished(state.ctx)
-        else:
-            released = self._released(state)
-            self.manager.on_request_finished(state.ctx, released, self._kept(state))
-
-    def _kept(self, state: RequestState) -> list[KeptBlocks]:
-        """Return the blocks that the hints of a request keep; have those that it expects prefetched."""
-        kept, bounds = list[KeptBlocks](), self._spec.hints
-        may_prefetch = bounds.prefetch > 0.0 and state.policy.load and state.policy.tiers is None
-        for action in state.hints.kept:
-            keys = interleave(state.keys) if action.session is None else self._blocks_of(action.session)
-            if not keys:
-                continue
-            if bounds.retain or action.name != EXPECT:
-                kept.append(bounds.kept(action, keys, state.hints.tenant))
-            if may_prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
-                after = PREFETCH_AT * action.seconds
-                self.manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after, has_holes=True)
-        return kept
-
-    def _blocks_of(self, session: SessionId) -> list[OffloadKey]:
-        return [] if self._sessions is None else list(self._sessions.blocks_of(session))
-
-    def _released(self, state: RequestState) -> list[OffloadKey]:
-        """Return the blocks of the sessions that end with a request and that no other session shares."""
-        hints, sessions = state.hints, self._sessions
-        if sessions is None:
-            return []
-        if hints.session is not None and state.scheduled and state.invalid_from is None:
-            for group, keys in zip(self.groups, state.keys, strict=True):
-                sessions.computed(keys[state.filled_tokens // group.offloaded_block_size :], hints.session)
-        released: list[OffloadKey] = []
-        for session in hints.released:
-            own = sessions.release(session)
-            self._counters.sessions_released += bool(own)
-            released += own
+            return
+        released = self._hints.released(state)
         if released and self._engine_cache is not None:
             self._engine_cache.release(released)
-        return released
+        self.manager.on_request_finished(state.ctx, released, self._hints.kept(state))
