@@ -21,6 +21,7 @@ from tests.cli.runner import kv_tiering, process, started
 from tiering.advisor.advisor import BRINGS_NOTHING, FIELDS
 from tiering.cli import top as top_module
 from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
+from tiering.connector.metrics import TIERS
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.errors import ConfigError
@@ -38,7 +39,7 @@ def reported(*engines: dict[str, TierStats]) -> str:
     )
     for index, tiers in enumerate(engines):
         report = OffloadingConnectorStats()
-        report.record_tiers({name: fields.as_dict() for name, fields in tiers.items()})
+        report.record_labelled(TIERS, {name: fields.as_dict() for name, fields in tiers.items()})
         metrics.observe(report.data, index)
     return generate_latest(registry).decode()
 
@@ -161,7 +162,7 @@ def test_the_size_advisors_estimates_are_a_sentence_per_tier(
     rates: tuple[float, ...], sentence: str | None, tier: str, hits: str
 ) -> None:
     report = OffloadingConnectorStats()
-    report.record_tiers({tier: stats().as_dict() | estimated(*rates), "s3": stats().as_dict()})
+    report.record_labelled(TIERS, {tier: stats().as_dict() | estimated(*rates), "s3": stats().as_dict()})
     registry = CollectorRegistry()
     OffloadPromMetrics(MetricClasses.default(registry), ("engine",), {0: (0,)}).observe(report.data)
     sample = parse(generate_latest(registry).decode(), 0.0)

@@ -54,7 +54,7 @@ def transfers(*sizes: int) -> dict[str, Any]:
 
 def tiers(**stats: TierStats) -> dict[str, Any]:
     reported = OffloadingConnectorStats()
-    reported.record_tiers({name: fields.as_dict() for name, fields in stats.items()})
+    reported.record_labelled(TIERS, {name: fields.as_dict() for name, fields in stats.items()})
     return reported.data
 
 
@@ -196,7 +196,7 @@ def test_reports_that_go_to_several_front_ends_are_counted_once_in_all(registry:
         stats.hits += number
         stats.observe_job(0.02)
         reported = OffloadingConnectorStats()
-        reported.record_tiers(increments.take({"local": stats.as_dict()}))
+        reported.record_labelled(TIERS, increments.take({"local": stats.as_dict()}))
         front_ends[number % 2].observe(reported.data)
     for name, total in [("kv_tiering_hits_total", 21), ("kv_tiering_job_latency_seconds_count", 7)]:
         assert sum(value(each, name, tier="local") or 0 for each in (registry, other)) == total

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tiering.connector.metrics import TIERS
 from tiering.connector.reports import STATS_INTERVAL, TierReports
 from tiering.connector.stats import Increments, OffloadingConnectorStats
 from tiering.secondary.tier_stats import TierStats
@@ -55,7 +56,7 @@ def test_aggregate_adds_and_returns_itself() -> None:
 
 def test_aggregate_shares_nothing_with_the_other() -> None:
     stats, other = OffloadingConnectorStats(), stats_of((1, 1.0, STORE))
-    other.record_tiers({"local": TierStats().as_dict()})
+    other.record_labelled(TIERS, {"local": TierStats().as_dict()})
     stats.aggregate(other)
     stats.record_transfer(2, 2.0, STORE)
     stats.data["gpu_to_cpu"][0]["op_size"] = 99
@@ -67,12 +68,12 @@ def test_aggregate_shares_nothing_with_the_other() -> None:
 
 def test_what_is_new_of_a_tier_adds_up_and_its_gauges_are_as_told_last() -> None:
     stats, later = OffloadingConnectorStats(), OffloadingConnectorStats()
-    stats.record_tiers(
-        {"local": TierStats(hits=1, blocks=9, job_latency_sum=0.5).as_dict(), "s3": TierStats(hits=5).as_dict()}
+    stats.record_labelled(
+        TIERS, {"local": TierStats(hits=1, blocks=9, job_latency_sum=0.5).as_dict(), "s3": TierStats(hits=5).as_dict()}
     )
     more = TierStats(hits=3, blocks=4)
     more.observe_job(0.25)
-    later.record_tiers({"local": more.as_dict()})
+    later.record_labelled(TIERS, {"local": more.as_dict()})
     stats.aggregate(later).aggregate(later)
     local, s3 = stats.data["tiers"]["local"], stats.data["tiers"]["s3"]
     assert (local["hits"], local["blocks"], local["job_latency_sum"], sum(local["job_latency"])) == (7, 4, 1.0, 2)
@@ -112,9 +113,9 @@ class TestIncrements:
 
 def test_tiers_alone_are_worth_a_report_and_are_no_transfers() -> None:
     stats = OffloadingConnectorStats()
-    stats.record_tiers({})
+    stats.record_labelled(TIERS, {})
     assert stats.is_empty()
-    stats.record_tiers({"local": TierStats().as_dict()})
+    stats.record_labelled(TIERS, {"local": TierStats().as_dict()})
     assert not stats.is_empty()
     assert stats.reduce() == {}
 
@@ -129,7 +130,7 @@ def test_reset_leaves_what_was_handed_out() -> None:
 
 def test_data_crosses_processes_as_it_is() -> None:
     stats = stats_of((1, 1.0, STORE))
-    stats.record_tiers({"local": TierStats(hits=2).as_dict()})
+    stats.record_labelled(TIERS, {"local": TierStats(hits=2).as_dict()})
     assert OffloadingConnectorStats(json.loads(json.dumps(stats.data))).data == stats.data
 
 

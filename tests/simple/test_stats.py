@@ -9,6 +9,7 @@ import pytest
 
 from examples.mini_engine.request import Request
 from tests.simple.simulation import BLOCK_BYTES, Simulation, tokens
+from tiering.connector.metrics import TIERS
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.secondary.tier_stats import TierStats
@@ -88,7 +89,7 @@ def test_what_is_told_are_series_of_the_tier_cpu() -> None:
     told: dict[str, Any] = sim.half.get_stats()["tiers"]
     assert set(told["cpu"]) <= {field.name for field in fields(TierStats)}
     stats = OffloadingConnectorStats()
-    stats.record_tiers(told)
+    stats.record_labelled(TIERS, told)
     OffloadPromMetrics(MetricClasses.default(registry)).observe(stats.data)
     labels = {"engine": "0", "tier": "cpu"}
     assert registry.get_sample_value("kv_tiering_misses_total", labels) == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from tiering.connector.metrics import CONNECTOR, GAUGES, LABELLED, MANAGER, TIERS
+from tiering.connector.metrics import CONNECTOR, GAUGES, LABELLED, MANAGER
 from tiering.copy.contract import TransferType
 
 RECORDS = (MANAGER, CONNECTOR)
@@ -81,12 +81,11 @@ class OffloadingConnectorStats:
         operation = {"op_size": num_bytes, "op_time": time}
         self.data.setdefault(transfer_type_name(transfer_type), []).append(operation)
 
-    def record_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the fields of each tier, by tier name; counters are increments (:class:`Increments`)."""
-        self.record_labelled(TIERS, tiers)
-
     def record_labelled(self, record: str, parts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the fields of each part of a record, by the values of its labels; counters are increments."""
+        """Add the fields of each part of a record, by the values of its labels.
+
+        Counters are increments (:class:`Increments`).
+        """
         for name, fields in parts.items():
             known = self.data.setdefault(record, {})
             known[name] = _added(fields, known.get(name, {}))
