@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import make_spec, prompt, run_prompt
+from tests.manager_rig import ManagerRig
 from tiering.api import masking
 from tiering.api.namespace import ModelIdentity
 from tiering.api.request import ReqContext
@@ -21,7 +22,6 @@ from tiering.errors import ConfigError
 from tiering.primary.memory.region import PAGE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="test")
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.block_tier.fakes import BLOCK_BYTES, NUM_ROWS
 from tests.block_tier.rig import Rig
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, OFFERS_AT_ONCE, OFFERS_PER_SECOND, Intake
@@ -22,7 +23,6 @@ from tiering.medium.block_store import Done
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(60))
 CTX = ReqContext("owner")

@@ -19,6 +19,7 @@ from tests.connector.fakes import (
     prompt,
     run_prompt,
 )
+from tests.manager_rig import ManagerRig
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -27,7 +28,6 @@ from tiering.connector.groups import OffloadGroup, build_groups
 from tiering.connector.hits import HitSearch
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.testing.fake_tier import FakeTier
-from tiering.testing.manager_rig import ManagerRig
 
 CTX = ReqContext("r1")
 

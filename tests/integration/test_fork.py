@@ -16,6 +16,7 @@ import pytest
 from tests.fake_s3 import FakeS3
 from tests.integration import fork_child
 from tests.integration.fork_child import AFTER, BEFORE, fork, keys
+from tests.manager_rig import ManagerRig
 from tests.patience import PATIENT
 from tests.tiers.local.rig import LocalRig
 from tiering.api.inert_manager import InertManager
@@ -24,7 +25,6 @@ from tiering.secondary.contract import SecondaryTierManager
 from tiering.secondary.inert import InertTier
 from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
-from tiering.testing.manager_rig import ManagerRig
 from tiering.testing.tier_rig import TierRig
 from tiers.object import S3_TIER, S3Options
 

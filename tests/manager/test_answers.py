@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -18,7 +19,6 @@ from tiering.secondary.contract import JobResult, PrefixAnswer, StepEnd, Transfe
 from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(4))
 NAN = float("nan")

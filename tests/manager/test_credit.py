@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import OffloadPolicy, ReqContext
@@ -14,7 +15,6 @@ from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.manager.row_broker import LOOK_AT, STALLED_AFTER, TAKE_AFTER
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(40))
 ROWS = 8

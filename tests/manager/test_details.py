@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.manager import OffloadingManager, PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.errors import ConfigError, WrongThreadError
@@ -17,7 +18,6 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 A, B, C, D = K = keys_of(*range(4))
 Call = Callable[[ManagerRig], object]

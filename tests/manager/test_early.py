@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.request import ReqContext
 from tiering.manager import early, prefix_search
 from tiering.secondary.contract import PrefixAnswer
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 KEYS = keys_of(*range(24))
 ROW = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 
 def test_what_an_overdue_load_holds_does_not_keep_other_tiers_from_promoting() -> None:

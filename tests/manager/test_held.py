@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 
 def test_blocks_of_all_tiers_and_of_the_rows_count_together_and_none_is_promoted() -> None:

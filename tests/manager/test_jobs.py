@@ -7,13 +7,13 @@ from typing import cast
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.cascade_queue import NOBODY
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 A, B, C, D = K = keys_of(*range(4))
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 A, B, C, D = K = keys_of(0, 1, 2, 3)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.block_tier.rig import Rig
+from tests.manager_rig import ManagerRig
 from tiering.block_tier import tier as block_tier
 from tiering.manager.jobs import COUNTS_OVERDUE
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(12))
 

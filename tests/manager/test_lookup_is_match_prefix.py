@@ -11,12 +11,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.request import ReqContext
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 KEYS = keys_of(*range(8))
 ROWS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.manager import OffloadingEvent, PrefixMatch
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
@@ -11,7 +12,6 @@ from tiering.errors import ConfigError, NotReadableError
 from tiering.secondary.contract import JobResult
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 # -------------------------------------------------------------------------------------------------------------- cascade
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.manager_rig import ManagerRig
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(10))
 

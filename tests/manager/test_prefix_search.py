@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
@@ -12,7 +13,6 @@ from tiering.manager.prefix_search import MAX_RUNS
 from tiering.secondary.contract import PrefixAnswer
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(10))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tests.manager_rig import ManagerRig
 from tiering.api.hints import KeptBlocks
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 A, B, C, D, E, F = KEYS = keys_of(*range(6))
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.manager.test_state_machine import ManagerMachine, WritingTier
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrepareStoreOutput
 from tiering.manager.rest import LONGEST_REST
@@ -17,7 +18,6 @@ from tiering.runtime.news import News
 from tiering.secondary.contract import JobResult, StepEnd, TransferJob
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(8))
 

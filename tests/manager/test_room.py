@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager import room
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 DEADLINE = 5.0
 X, Y = keys_of(*range(10, 20)), keys_of(*range(20, 30))

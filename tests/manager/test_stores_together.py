@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.manager.cascade_queue import AT_ONCE, NOBODY
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 K = keys_of(*range(200))
 THREE = [K[0:3], K[3:5], K[5:9]]

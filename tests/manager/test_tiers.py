@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.manager_rig import ManagerRig
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.errors import ConfigError
 from tiering.secondary.tier_stats import TierStats
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
-from tiering.testing.manager_rig import ManagerRig
 
 A, B = K = keys_of(0, 1)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from tests.device import FaultyDevice
 from tiering.block_tier.definition import TierDefinition
 from tiering.secondary.contract import TierContext
-from tiering.testing.device import FaultyDevice
 from tiers.local.local_options import LocalOptions
 from tiers.local.tier import LocalTier
 

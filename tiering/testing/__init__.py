@@ -1,4 +1,4 @@
-"""Test support for tiers: the conformance suites, stores and devices with faults, and a fake clock.
+"""Test support for tiers: the conformance suites, stores with faults, and a fake clock.
 
 Tests import it, also those of other people's tiers. No other package does.
 """

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import BadSectorDevice, FaultyDevice
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.api.keys import OffloadKey
 from tiering.errors import TemporaryStoreError
-from tiering.testing.device import BadSectorDevice, FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import LocalStore, bad_slots
 from tiers.local.bad_slots import decode, encode

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import segment_files
 from tiering.medium.block_store import Place
 from tiering.medium.frame import MAGIC
 from tiering.secondary.contract import TierContext
-from tiering.testing.device import FaultyDevice
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
 from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.medium.files import Files
-from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import LocalStore, SegmentGeometry, inspections, new_segments, read_checkpoint
 from tiers.local.checkpoint import CHECKPOINT_NAME

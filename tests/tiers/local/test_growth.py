@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import BLOCK_BYTES, LocalRig, opened, segment_files
 from tiering.medium.files import Files
-from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import new_segments
 from tiers.local import tier as tier_module

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import UnsyncedDevice
 from tests.tiers.local.rig import LocalRig
 from tiering.api.keys import OffloadKey
-from tiering.testing.device import UnsyncedDevice
 from tiering.testing.keys import key_of
 
 

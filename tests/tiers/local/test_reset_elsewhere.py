@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.medium.files import Files
-from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import inspections
 

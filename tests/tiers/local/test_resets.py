@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice, UnsyncedDevice
 from tests.thread_limit import ThreadLimit
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.api.keys import OffloadKey
 from tiering.medium.files import Files
-from tiering.testing.device import FaultyDevice, UnsyncedDevice
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import PATIENCE_SECONDS
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tiering.errors import (
     ConfigError,
     DeviceError,
@@ -23,7 +24,6 @@ from tiering.errors import (
 )
 from tiering.medium.block_store import BlockIO, Done
 from tiering.medium.files import Files
-from tiering.testing.device import FaultyDevice
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
 from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import BadSectorDevice
 from tests.tiers.local.rig import BLOCK_BYTES, opened
 from tiering.errors import DeviceError, OutOfSpaceError
 from tiering.medium.block_store import Done, Outcome
-from tiering.testing.device import BadSectorDevice
 from tiering.testing.frames import block_to_put
 from tiering.testing.keys import key_of
 from tiers.local import LocalStore, SegmentGeometry, bad_slots

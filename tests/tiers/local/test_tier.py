@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import BLOCK_BYTES, CAPACITY, SLOT_BYTES, LocalRig, make_options, opened, segment_files
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
@@ -19,7 +20,6 @@ from tiering.errors import ConfigError
 from tiering.medium.frame import HEADER_BYTES, FrameHeader, parse_header
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import SettableClock
-from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import make_namespace
 from tiers.local import LOCAL_TIER, LocalTier, growth, new_segments

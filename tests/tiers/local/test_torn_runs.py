@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.medium.io_fakes import LOAD, STORE, Primary, make_job, outcome_names
 from tiering.medium.block_store import Done, Outcome
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
-from tiering.testing.device import FaultyDevice
 from tiers.local import LocalStore, SegmentGeometry
 from tiers.local.layout import PAGE
 

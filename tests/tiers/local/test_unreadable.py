@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import FaultyDevice
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.errors import TemporaryStoreError
-from tiering.testing.device import FaultyDevice
 from tiering.testing.keys import key_of
 from tiers.local import recovery as recovery_module
 from tiers.local import tier as tier_module
