@@ -109,10 +109,10 @@ class WorkerJobs(Generic[Ordered]):
     def __iter__(self) -> Iterator[Ordered]:
         return iter(self._jobs.values())
 
-    def new_ids(self, count: int = 1) -> int:
-        """Return the first of ``count`` consecutive ids that no job has."""
-        first, self._next_id = self._next_id, self._next_id + count
-        return first
+    def new_id(self) -> int:
+        """Return an id that no job has."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def add(self, job: Ordered) -> None:
         """Add a job with a new id."""

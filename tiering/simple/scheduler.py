@@ -180,7 +180,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self._next_load += len(meta.load_ends)
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
-            store = Store(self._stores.new_ids(), self._stores.world_size, gpu_blocks, cpu_blocks)
+            store = Store(self._stores.new_id(), self._stores.world_size, gpu_blocks, cpu_blocks)
             meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = store.job_id, gpu_blocks, cpu_blocks
             self._stores.add(store)
             self._counters.stores += 1
