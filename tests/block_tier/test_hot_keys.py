@@ -9,7 +9,7 @@ import pytest
 from tests.block_tier.rig import K, Rig
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
-from tiering.block_tier.hot_keys import MOST_READ
+from tiering.block_tier.hint_documents import MOST_READ
 from tiering.epochs.hot_keys import HOT, hot_document, pack
 from tiering.errors import TemporaryStoreError
 from tiering.secondary.contract import MAX_ENGINES

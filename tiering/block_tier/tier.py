@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_tier.descriptions import Descriptions
 from tiering.block_tier.event_log import EventLog
-from tiering.block_tier.hot_keys import HotKeys
+from tiering.block_tier.hint_documents import Descriptions, HintDocuments, HotKeys
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
 from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
@@ -123,10 +123,11 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         def publishes() -> bool:
             return options.admission != "none" and not self._life.private
 
-        self._hot_keys = HotKeys(parts, self._served_epoch, publishes)
-        self._descriptions: Descriptions | None = None
+        hot_keys, descriptions = HotKeys(parts, self._served_epoch, publishes), None
+        self._hints: list[HintDocuments[Any]] = [hot_keys]
         if context.enable_events and not index.shared:
-            self._descriptions = Descriptions(parts, self._served_epoch, publishes)
+            descriptions = Descriptions(parts, self._served_epoch, publishes)
+            self._hints.append(descriptions)
         self.name = context.name
         self.traits = TierTraits(
             medium=store.traits.medium,
@@ -140,8 +141,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             announces_news=self._announces,
             mixes_requests=True,
             intake=self,
-            hot_keys=self._hot_keys,
-            descriptions=self._descriptions,
+            hot_keys=hot_keys,
+            descriptions=descriptions,
         )
 
         self._clock = context.clock
@@ -355,13 +356,10 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         return self._life.successor is not None or self._life.outdated
 
     def shutdown(self, deadline: float) -> bool:
-        now, descriptions = self._clock(), self._descriptions
-
-        def writing() -> bool:
-            return self._hot_keys.writing or (descriptions is not None and descriptions.writing)
-
-        if writing():
-            self.wait(lambda: not writing(), now + (deadline - now) * _DOCUMENTS_SHARE)
+        now = self._clock()
+        if any(hints.writing for hints in self._hints):
+            until = now + (deadline - now) * _DOCUMENTS_SHARE
+            self.wait(lambda: not any(hints.writing for hints in self._hints), until)
         return self._life.shutdown(deadline)
 
     # ------------------------------------------------------------------------------------------------------- statistics
