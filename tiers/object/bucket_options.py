@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
-from tiering import ConfigError
 from tiering.tier import BlockTierOptions, CompressionOptions, Duration, FilePath, SharedOptions, TtlOptions, mask_text
-from tiers.valkey.client import ServerAddress
+from tiers.valkey.client import ServerAddress, known_address
 
 BLOCKS = "blocks/"
 """Begins the names of block objects."""
@@ -48,6 +47,62 @@ _ENDPOINTS: Mapping[Scheme, tuple[str, ...]] = {
 """Variables of the environment that name an endpoint; the first one that is set counts."""
 
 
+def _bucket(name: str) -> str:
+    if not _BUCKET.fullmatch(name) or ".." in name:
+        hint = "; an address is written as type: object with url" if "://" in name else ""
+        raise ValueError(f"{name!r} is not a bucket's name: 3 to 255 letters, digits, dots, dashes{hint}")
+    return name
+
+
+def _prefix(prefix: str) -> str:
+    if not prefix:
+        return ""
+    parts = prefix.removesuffix("/").split("/")
+    if not all(_PREFIX_PART.fullmatch(part) and part not in {".", ".."} for part in parts):
+        raise ValueError(
+            f"{prefix!r} is not a prefix: parts of letters, digits and !_.*'()=- "
+            "with a single / between them, none in front"
+        )
+    reserved = {name.removesuffix("/") for name in (BLOCKS, DOCUMENTS)} & set(parts)
+    if reserved:
+        raise ValueError(
+            f"{prefix!r} has the part {min(reserved)!r}, which names the objects of a stack: a stack with a shorter "
+            "prefix would take these objects for its own; choose another name for this part"
+        )
+    return "/".join(parts) + "/"
+
+
+def _endpoint(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    if (
+        parts.scheme not in {"http", "https"}
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+        or (parts.path.strip("/") and not _ACCOUNT.fullmatch(parts.path.strip("/")))
+    ):
+        raise ValueError(_NO_ENDPOINT)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("an endpoint must not contain credentials; give them to the cloud's own chain")
+    default = ":443" if parts.scheme == "https" else ":80"
+    return f"{parts.scheme}://{parts.netloc.lower().removesuffix(default)}{parts.path.rstrip('/')}"
+
+
+def _url(url: str) -> str:
+    found = _URL.fullmatch(url)
+    if found is None:
+        raise ValueError("not a URL of an object store; write it like s3://bucket/prefix, gs://... or az://...")
+    if "@" in found[2] or ":" in found[2]:
+        raise ValueError("the URL must contain the bucket only; account and endpoint_url are words of their own")
+    return f"{found[1]}://{_bucket(found[2])}/{_prefix(found[3] or '')}"
+
+
+def _account(account: str) -> str:
+    if not _ACCOUNT.fullmatch(account):
+        raise ValueError(f"{account!r} is not a storage account's name: 3 to 24 lower-case letters and digits")
+    return account
+
+
 class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOptions):
     """The options that all clouds have. Secrets come from the cloud's own chain only."""
 
@@ -64,7 +119,7 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
         "service_account_key": _NO_SECRETS,
     }
 
-    endpoint_url: str | None = None
+    endpoint_url: Annotated[str, AfterValidator(_endpoint)] | None = None
     """``http(s)://host[:port]`` of a service that is not the cloud's own; default: the cloud's own.
 
     A variable of the environment replaces the default: AWS_ENDPOINT_URL_S3, GOOGLE_BASE_URL or AZURE_STORAGE_ENDPOINT.
@@ -96,7 +151,7 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
     """Seconds within which a connection must be established; default 5."""
     request_timeout: Duration = 10.0
     """Seconds for one attempt, up to the last byte and at most ``deadline``; default 10."""
-    coordination: str | None = None
+    coordination: Annotated[str, AfterValidator(known_address)] | None = None
     """Address of a server that coordinates the machines, like ``valkey://host``; default none.
 
     The server is Valkey or Redis. Its password comes from the environment. Everything works without the server, with
@@ -126,35 +181,6 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
         def prefix(self) -> str:
             """Begins every object's name; empty, or with a "/" at its end."""
 
-    @field_validator("endpoint_url")
-    @classmethod
-    def _check_endpoint(cls, endpoint: str | None) -> str | None:
-        return None if endpoint is None else _endpoint(endpoint)
-
-    @model_validator(mode="after")
-    def _check_path(self) -> Self:
-        if self.scheme != "az" and self.endpoint_url is not None and urlsplit(self.endpoint_url).path:
-            raise ValueError(_NO_ENDPOINT)
-        return self
-
-    @field_validator("coordination")
-    @classmethod
-    def _check_coordination(cls, address: str | None) -> str | None:
-        if address is not None:
-            try:
-                ServerAddress.parse(address)
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-        return address
-
-    @model_validator(mode="after")
-    def _check_authority(self) -> Self:
-        if self.coordination_ca_file is not None and (
-            self.coordination is None or not ServerAddress.parse(self.coordination).tls
-        ):
-            raise ValueError("coordination_ca_file needs a word coordination that begins with valkeys:// or rediss://")
-        return self
-
     @field_validator("ttl")
     @classmethod
     def _check_ttl(cls, ttl: float | None) -> float | None:
@@ -163,7 +189,13 @@ class BucketOptions(BlockTierOptions, SharedOptions, TtlOptions, CompressionOpti
         return ttl
 
     @model_validator(mode="after")
-    def _check_renewal(self) -> Self:
+    def _check_together(self) -> Self:
+        if self.scheme != "az" and self.endpoint_url is not None and urlsplit(self.endpoint_url).path:
+            raise ValueError(_NO_ENDPOINT)
+        if self.coordination_ca_file is not None and (
+            self.coordination is None or not ServerAddress.parse(self.coordination).tls
+        ):
+            raise ValueError("coordination_ca_file needs a word coordination that begins with valkeys:// or rediss://")
         if self.renew_after is not None and self.ttl is not None and self.renew_after >= self.ttl:
             raise ValueError("renew_after is not below ttl: blocks in use would expire before they are renewed")
         return self
@@ -247,20 +279,10 @@ class S3Options(S3Words):
 
     type: str = "s3"
     """The tier's type in a stack file."""
-    bucket: str
+    bucket: Annotated[str, AfterValidator(_bucket)]
     """The bucket's name. The bucket must exist."""
-    prefix: str = ""
+    prefix: Annotated[str, AfterValidator(_prefix)] = ""
     """Begins every object's name, followed by a "/"; default empty. Several stacks can share a bucket."""
-
-    @field_validator("bucket")
-    @classmethod
-    def _check_bucket(cls, bucket: str) -> str:
-        return _bucket(bucket)
-
-    @field_validator("prefix")
-    @classmethod
-    def _normalise_prefix(cls, prefix: str) -> str:
-        return _prefix(prefix)
 
 
 class ObjectOptions(S3Words):
@@ -268,30 +290,13 @@ class ObjectOptions(S3Words):
 
     type: str = "object"
     """The tier's type in a stack file."""
-    url: str
+    url: Annotated[str, AfterValidator(_url)]
     """``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``. The bucket must exist.
 
     The prefix may be empty. Several stacks can share a bucket.
     """
-    account: str | None = None
+    account: Annotated[str, AfterValidator(_account)] | None = None
     """Storage account of an ``az://`` URL; default: the variable AZURE_STORAGE_ACCOUNT_NAME."""
-
-    @field_validator("url")
-    @classmethod
-    def _normalise_url(cls, url: str) -> str:
-        found = _URL.fullmatch(url)
-        if found is None:
-            raise ValueError("not a URL of an object store; write it like s3://bucket/prefix, gs://... or az://...")
-        if "@" in found[2] or ":" in found[2]:
-            raise ValueError("the URL must contain the bucket only; account and endpoint_url are words of their own")
-        return f"{found[1]}://{_bucket(found[2])}/{_prefix(found[3] or '')}"
-
-    @field_validator("account")
-    @classmethod
-    def _check_account(cls, account: str | None) -> str | None:
-        if account is not None and not _ACCOUNT.fullmatch(account):
-            raise ValueError(f"{account!r} is not a storage account's name: 3 to 24 lower-case letters and digits")
-        return account
 
     @model_validator(mode="after")
     def _check_cloud(self) -> Self:
@@ -343,47 +348,6 @@ class ObjectOptions(S3Words):
         scheme, _, rest = self.url.partition("://")
         bucket, _, prefix = rest.partition("/")
         return cast("Scheme", scheme), bucket, prefix
-
-
-def _bucket(name: str) -> str:
-    if not _BUCKET.fullmatch(name) or ".." in name:
-        hint = "; an address is written as type: object with url" if "://" in name else ""
-        raise ValueError(f"{name!r} is not a bucket's name: 3 to 255 letters, digits, dots, dashes{hint}")
-    return name
-
-
-def _prefix(prefix: str) -> str:
-    if not prefix:
-        return ""
-    parts = prefix.removesuffix("/").split("/")
-    if not all(_PREFIX_PART.fullmatch(part) and part not in {".", ".."} for part in parts):
-        raise ValueError(
-            f"{prefix!r} is not a prefix: parts of letters, digits and !_.*'()=- "
-            "with a single / between them, none in front"
-        )
-    reserved = {name.removesuffix("/") for name in (BLOCKS, DOCUMENTS)} & set(parts)
-    if reserved:
-        raise ValueError(
-            f"{prefix!r} has the part {min(reserved)!r}, which names the objects of a stack: a stack with a shorter "
-            "prefix would take these objects for its own; choose another name for this part"
-        )
-    return "/".join(parts) + "/"
-
-
-def _endpoint(endpoint: str) -> str:
-    parts = urlsplit(endpoint)
-    if (
-        parts.scheme not in {"http", "https"}
-        or not parts.hostname
-        or parts.query
-        or parts.fragment
-        or (parts.path.strip("/") and not _ACCOUNT.fullmatch(parts.path.strip("/")))
-    ):
-        raise ValueError(_NO_ENDPOINT)
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("an endpoint must not contain credentials; give them to the cloud's own chain")
-    default = ":443" if parts.scheme == "https" else ":80"
-    return f"{parts.scheme}://{parts.netloc.lower().removesuffix(default)}{parts.path.rstrip('/')}"
 
 
 def without_ttl(options: BucketOptions) -> BucketOptions:

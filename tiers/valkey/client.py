@@ -116,6 +116,16 @@ class ServerAddress:
         return password
 
 
+def known_address(url: str) -> str:
+    """Return ``url`` if it is the address of a server.
+
+    Raises:
+        ConfigError: it is not; see :meth:`ServerAddress.parse`.
+    """
+    ServerAddress.parse(url)
+    return url
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """User and password of a server, read from the environment for each new connection."""
