@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from tiering.block_tier.intake import AdmitSecondTouch, GhostFilter, make_admission
+from tiering.block_tier import intake
+from tiering.block_tier.intake import Admission, GhostFilter
 from tiering.testing.keys import keys_of
 
 K = keys_of(*range(16))
@@ -17,42 +18,43 @@ K = keys_of(*range(16))
 
 @pytest.mark.parametrize(("word", "taken"), [("all", [0, 1, 2]), ("none", [])])
 def test_all_and_none(word: str, taken: list[int]) -> None:
-    admission = make_admission(word)  # type: ignore[arg-type]
+    admission = Admission(word)  # type: ignore[arg-type]
     assert admission.admit(K[:3], "r") == taken
     assert list(admission.touch(K[:3], "other")) == []
 
 
 def test_the_first_store_is_declined_and_the_second_taken_once() -> None:
-    admission = AdmitSecondTouch()
+    admission = Admission("second_touch")
     assert admission.admit(K[:4], "r1") == []
     assert admission.admit(K[2:6], "r2") == [0, 1]
     assert admission.admit(K[2:6], "r3") == [2, 3]
 
 
 def test_touches_by_the_request_that_brought_a_block_do_not_count() -> None:
-    admission = AdmitSecondTouch()
+    admission = Admission("second_touch")
     admission.admit(K[:2], "r1")
     assert list(admission.touch(K[:4], "r1")) == []
     assert list(admission.touch(K[1:4], "r2")) == [K[1]]
 
 
 def test_a_wanted_block_is_taken_when_it_is_offered_again() -> None:
-    admission = AdmitSecondTouch()
+    admission = Admission("second_touch")
     admission.admit(K[:2], "r1")
     assert admission.admit(admission.touch(K[:2], "r2"), "r1") == [0, 1]
     assert list(admission.touch(K[:2], "r3")) == []
 
 
 def test_a_request_that_comes_back_under_the_same_name_counts() -> None:
-    admission = AdmitSecondTouch()
+    admission = Admission("second_touch")
     admission.admit(K[:1], "r1")
     admission.on_request_finished("r1")
     assert list(admission.touch(K[:1], "r1")) == K[:1]
 
 
-def test_what_is_remembered_of_requests_is_bounded() -> None:
+def test_what_is_remembered_of_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block admitted after its request's end is still offered, although no second end follows."""
-    admission = AdmitSecondTouch(own_requests=2)
+    monkeypatch.setattr(intake, "MAX_OWN_REQUESTS", 2)
+    admission = Admission("second_touch")
     for number, req_id in enumerate(("r1", "r2", "r3", "")):
         admission.admit([K[number]], req_id)
     wanted = [key for number in range(4) for key in admission.touch([K[number]], f"r{number + 1}")]
@@ -60,7 +62,7 @@ def test_what_is_remembered_of_requests_is_bounded() -> None:
 
 
 def test_clear_forgets_everything() -> None:
-    admission = AdmitSecondTouch()
+    admission = Admission("second_touch")
     admission.admit(K[:2], "r1")
     admission.clear()
     assert list(admission.touch(K[:2], "r2")) == []
@@ -89,14 +91,14 @@ def test_hashes_are_never_the_mark_of_an_empty_slot() -> None:
 
 
 def test_a_block_from_a_slower_tier_is_stored_when_it_is_promoted_again() -> None:
-    policy = make_admission("all", "second_touch")
+    policy = Admission("all", "second_touch")
     assert policy.admit(K[:4], "a") == [0, 1, 2, 3], "a store is no fill"
     assert policy.admit(K[4:8], "a", fill=True) == []
     assert policy.admit(K[4:6], "b", fill=True) == [0, 1]
 
 
 def test_a_block_from_a_slower_tier_is_wanted_when_another_request_uses_it() -> None:
-    policy = make_admission("all", "second_touch")
+    policy = Admission("all", "second_touch")
     policy.admit(K[:4], "a", fill=True)
     assert policy.touch(K[:4], "a") == []
     assert policy.touch(K[:2], "b") == K[:2]
@@ -104,7 +106,7 @@ def test_a_block_from_a_slower_tier_is_wanted_when_another_request_uses_it() -> 
 
 
 def test_a_declined_fill_is_not_offered_again_until_it_is_used_or_stored() -> None:
-    policy = make_admission("all", "second_touch")
+    policy = Admission("all", "second_touch")
     policy.admit(K[:2], "a", fill=True)
     assert policy.may_be_offered(K[:4]) == K[2:4]
     policy.admit(K[:1], "b")
@@ -117,11 +119,11 @@ def test_a_declined_fill_is_not_offered_again_until_it_is_used_or_stored() -> No
 def test_fills_are_never_admitted_more_generously_than_stores(
     word: Literal["second_touch", "none"], fill: Literal["all", "second_touch"]
 ) -> None:
-    assert make_admission(word, fill).admit(K[:4], "a", fill=True) == []
+    assert Admission(word, fill).admit(K[:4], "a", fill=True) == []
 
 
 def test_fills_that_are_not_wanted_stay_out_however_often_they_are_used() -> None:
-    policy = make_admission("all", "none")
+    policy = Admission("all", "none")
     for name in "ab":
         assert policy.admit(K[:4], name, fill=True) == []
         assert list(policy.touch(K[:4], "c")) == []
@@ -130,7 +132,7 @@ def test_fills_that_are_not_wanted_stay_out_however_often_they_are_used() -> Non
 
 
 def test_fills_stay_out_of_a_tier_that_stores_at_the_second_touch() -> None:
-    policy = make_admission("second_touch", "none")
+    policy = Admission("second_touch", "none")
     assert policy.admit(K[:6], "a") == []
     for name in "bc":
         assert policy.admit(K[:4], name, fill=True) == []
@@ -140,7 +142,7 @@ def test_fills_stay_out_of_a_tier_that_stores_at_the_second_touch() -> None:
 
 
 def test_a_tier_without_fills_counts_the_touches_of_its_own_stores() -> None:
-    policy = make_admission("second_touch", "none")
+    policy = Admission("second_touch", "none")
     policy.admit(K[:4], "a")
     policy.admit(K[2:4], "b", fill=True)
     assert list(policy.touch(K[:1], "a")) == []
@@ -153,7 +155,7 @@ def test_a_tier_without_fills_counts_the_touches_of_its_own_stores() -> None:
 
 
 def test_all_fills_are_stored_on_demand() -> None:
-    assert make_admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]
+    assert Admission("all", "all").admit(K[:4], "a", fill=True) == [0, 1, 2, 3]
 
 
 def test_the_ghost_filter_behaves_the_same_in_every_process() -> None:

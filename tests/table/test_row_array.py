@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiering.block_tier.intake import AdmitSecondTouch
+from tiering.block_tier.intake import GhostFilter
 from tiering.index.slots import SlotIndex
 from tiering.table.row_array import row_array
 from tiering.testing.keys import keys_of
@@ -57,7 +57,7 @@ def test_the_first_blocks_of_a_large_index_take_no_more_than_the_pages_in_use() 
 
 @huge_pages
 def test_the_first_touches_that_a_policy_remembers_take_no_huge_pages_also_after_a_reset() -> None:
-    ghost = AdmitSecondTouch()._ghost
+    ghost = GhostFilter()
     assert _has_small_pages(ghost._table)
     ghost.clear()
     assert _has_small_pages(ghost._table)

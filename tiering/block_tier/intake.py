@@ -24,6 +24,9 @@ from tiering.api.keys import OffloadKey
 from tiering.secondary.contract import HELD_FOR
 from tiering.table.row_array import row_array
 
+Word = Literal["all", "second_touch", "none"]
+"""Name of an admission policy in a stack file."""
+
 GHOST_SLOTS = 1 << 20
 """Number of declined blocks that are remembered, 8 bytes each."""
 
@@ -47,57 +50,6 @@ OFFER_AGAIN_AFTER = 60.0
 
 MAX_REMEMBERED = 1 << 16
 """Maximum number of offered blocks that are remembered; the oldest is dropped."""
-
-
-class Admission:
-    """Admission policy that admits every block.
-
-    Policies decide for whole batches from memory, on the scheduler's thread.
-    """
-
-    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
-        """Return the positions of the keys to store, in order.
-
-        Args:
-            keys: keys that are offered.
-            req_id: request that the blocks are stored for; empty: no request.
-            fill: True if the blocks come from a slower tier; default False.
-        """
-        return list(range(len(keys)))
-
-    def remember(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
-
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
-        """Return the keys that were declined before and are admitted now, because ``req_id`` uses them."""
-        return ()
-
-    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the keys that are admitted now: they were touched twice, counting all machines of a fleet."""
-        return ()
-
-    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return those of ``keys`` that :meth:`admit` should decide about again.
-
-        All ``keys`` are in use and not held.
-        """
-        return keys
-
-    def on_request_finished(self, req_id: str) -> None:
-        """Drop what is remembered of ``req_id``: no calls for the request follow."""
-
-    def clear(self) -> None:
-        """Drop all that is remembered, for a reset; later decisions are those of a new policy."""
-
-
-class AdmitNone(Admission):
-    """Policy that admits no block: other processes fill the tier."""
-
-    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
-        return []
-
-    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        return ()
 
 
 class GhostFilter:
@@ -138,50 +90,52 @@ class GhostFilter:
         self._table = row_array(len(self._table), np.int64)
 
 
-class AdmitSecondTouch(Admission):
-    """Policy that admits a block at its second touch.
+class DeclinedBlocks:
+    """Memory of the blocks that were declined, each until it is admitted at its second touch.
 
-    The first store of a block is its first touch and is declined. A later touch makes the block wanted while it is
-    resident. A second store is admitted if the ghost filter still remembers the first.
+    The first store of a block is its first touch. A later touch makes the block wanted while it is resident. A second
+    store is admitted if the ghost filter still remembers the first.
 
     A request touches its own blocks at every step, so touches by the request that brought a block do not count. A
     request without a name owns no blocks.
     """
 
-    def __init__(self, own_requests: int = MAX_OWN_REQUESTS) -> None:
+    def __init__(self) -> None:
         self._ghost = GhostFilter()
-        self._own_requests = own_requests
-        self._declined = False
-        """True if a block was declined since the policy was empty; without any, no key is hashed."""
+        self._any = False
+        """True if a block was declined since the memory was empty; without any, no key is hashed."""
         self._own: dict[str, set[int]] = {}
 
-    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+    def admit(self, keys: Sequence[OffloadKey], req_id: str) -> list[int]:
+        """Return the positions of the keys that were declined before; the others are declined now."""
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
         self._ghost.drop(hashes[known])
         new = hashes[~known]
         if len(new):
-            self._declined = True
+            self._any = True
             self._ghost.add(new)
             if req_id:
                 self._own.setdefault(req_id, set()).update(new.tolist())
-                if len(self._own) > self._own_requests:
+                if len(self._own) > MAX_OWN_REQUESTS:
                     del self._own[next(iter(self._own))]
         admitted: list[int] = np.flatnonzero(known).tolist()
         return admitted
 
-    def remember(self, keys: Sequence[OffloadKey]) -> None:
+    def add(self, keys: Sequence[OffloadKey]) -> None:
+        """Add ``keys``, which no request owns."""
         if keys:
-            self._declined = True
+            self._any = True
             self._ghost.add(self._ghost.hashes(keys))
 
-    def drop_declined(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop ``keys`` from the declined blocks, because they are stored for another reason."""
-        if self._declined:
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        """Drop ``keys``, because they are stored for another reason."""
+        if self._any:
             self._ghost.drop(self._ghost.hashes(keys))
 
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
-        if not self._declined:
+    def touched(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that were declined, unless the request ``req_id`` has brought them."""
+        if not self._any:
             return ()
         hashes = self._ghost.hashes(keys)
         known = self._ghost.contains(hashes)
@@ -193,88 +147,98 @@ class AdmitSecondTouch(Admission):
             touched = [key for key, value in zip(touched, hashes[known].tolist(), strict=True) if value not in own]
         return touched
 
-    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        return keys
-
-    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the keys that do not wait for their second touch: another offer would count as one."""
-        if not self._declined:
-            return keys
-        return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys))))
+    def others(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that were not declined."""
+        return list(compress(keys, ~self._ghost.contains(self._ghost.hashes(keys)))) if self._any else keys
 
     def on_request_finished(self, req_id: str) -> None:
+        """Drop what is remembered of ``req_id``: no calls for the request follow."""
         self._own.pop(req_id, None)
 
     def clear(self) -> None:
-        if self._declined:
+        """Drop all blocks."""
+        if self._any:
             self._ghost.clear()
-        self._declined = False
+        self._any = False
         self._own.clear()
 
 
-class AdmitFillsApart(Admission):
-    """Policy with a rule of its own for blocks from slower tiers: their second touch, or never.
+class Admission:
+    """Admission policy of a tier, which decides for whole batches from memory, on the scheduler's thread.
 
-    A block that a slower tier holds is not lost if this tier declines it. A write pays only if the block is used again.
-
-    Args:
-        stores: policy for all other stores; default: all are admitted.
-        never: True if blocks from slower tiers are never admitted; default False.
-    """
-
-    def __init__(self, stores: Admission | None = None, *, never: bool = False) -> None:
-        self._stores = Admission() if stores is None else stores
-        self._fills = AdmitSecondTouch()
-        self._never = never
-
-    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
-        if not fill:
-            self._fills.drop_declined(keys)
-            return self._stores.admit(keys, req_id)
-        if self._never:
-            self._fills.drop_declined(keys)
-            self._fills.admit(keys, req_id)
-            return []
-        return self._fills.admit(keys, req_id)
-
-    def remember(self, keys: Sequence[OffloadKey]) -> None:
-        self._stores.remember(keys)
-
-    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
-        if self._never:
-            # A touch must not make a block wanted that came from a slower tier, although its own store was declined.
-            return self._stores.touch(self._fills.may_be_offered(keys), req_id)
-        return [*self._stores.touch(keys, req_id), *self._fills.touch(keys, req_id)]
-
-    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        return self._stores.touch_again(self._fills.may_be_offered(keys) if self._never else keys)
-
-    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        return self._stores.may_be_offered(self._fills.may_be_offered(keys))
-
-    def on_request_finished(self, req_id: str) -> None:
-        self._stores.on_request_finished(req_id)
-        self._fills.on_request_finished(req_id)
-
-    def clear(self) -> None:
-        self._stores.clear()
-        self._fills.clear()
-
-
-def make_admission(
-    word: Literal["all", "second_touch", "none"], fill: Literal["all", "second_touch", "none"] = "all"
-) -> Admission:
-    """Return the admission policy that a stack file names.
+    Blocks from slower tiers (fills) have a rule of their own: a block that a slower tier holds is not lost if this tier
+    declines it, and a write pays only if the block is used again.
 
     Args:
         word: policy for stores.
-        fill: policy for blocks from slower tiers, which is never more generous than ``word``; default "all".
+        fill: policy for fills, which is never more generous than ``word``; default "all".
     """
-    if word == "none":
-        return AdmitNone()
-    if word == "second_touch":
-        return AdmitFillsApart(AdmitSecondTouch(), never=True) if fill == "none" else AdmitSecondTouch()
-    return Admission() if fill == "all" else AdmitFillsApart(never=fill == "none")
+
+    def __init__(self, word: Word, fill: Word = "all") -> None:
+        self._none = word == "none"
+        self._no_fills = fill == "none"
+        self._stores = DeclinedBlocks() if word == "second_touch" else None
+        apart = not self._none and (self._no_fills or (word, fill) == ("all", "second_touch"))
+        self._fills = DeclinedBlocks() if apart else None
+        self._declined = [blocks for blocks in (self._stores, self._fills) if blocks is not None]
+
+    def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool = False) -> list[int]:
+        """Return the positions of the keys to store, in order.
+
+        Args:
+            keys: keys that are offered.
+            req_id: request that the blocks are stored for; empty: no request.
+            fill: True if the blocks come from a slower tier; default False.
+        """
+        if self._none:
+            return []
+        if self._fills is not None and (not fill or self._no_fills):
+            self._fills.drop(keys)
+        if self._fills is not None and fill:
+            admitted = self._fills.admit(keys, req_id)
+            return [] if self._no_fills else admitted
+        return list(range(len(keys))) if self._stores is None else self._stores.admit(keys, req_id)
+
+    def remember(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that ``keys`` were admitted and not stored, so that their next use offers them again."""
+        if self._stores is not None:
+            self._stores.add(keys)
+
+    def touch(self, keys: Sequence[OffloadKey], req_id: str) -> Sequence[OffloadKey]:
+        """Return the keys that were declined before and are admitted now, because ``req_id`` uses them."""
+        if self._fills is None or self._no_fills:
+            return () if self._stores is None else self._stores.touched(self._but_fills(keys), req_id)
+        return self._fills.touched(keys, req_id)
+
+    def touch_again(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that are admitted now: they were touched twice, counting all machines of a fleet."""
+        return () if self._stores is None else self._but_fills(keys)
+
+    def _but_fills(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return ``keys`` without declined fills: no touch makes these wanted, even if a store was declined, too."""
+        return keys if self._fills is None else self._fills.others(keys)
+
+    def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that :meth:`admit` should decide about again.
+
+        All ``keys`` are in use and not held. Those that wait for their second touch are left out, because another offer
+        would count as one.
+        """
+        if self._none:
+            return ()
+        for declined in self._declined:
+            keys = declined.others(keys)
+        return keys
+
+    def on_request_finished(self, req_id: str) -> None:
+        """Drop what is remembered of ``req_id``: no calls for the request follow."""
+        for declined in self._declined:
+            declined.on_request_finished(req_id)
+
+    def clear(self) -> None:
+        """Drop all that is remembered, for a reset; later decisions are those of a new policy."""
+        for declined in self._declined:
+            declined.clear()
 
 
 class Intake:
@@ -285,12 +249,8 @@ class Intake:
         fill: name of the admission policy for blocks from slower tiers; default "all".
     """
 
-    def __init__(
-        self,
-        admission: Literal["all", "second_touch", "none"],
-        fill: Literal["all", "second_touch", "none"] = "all",
-    ) -> None:
-        self.admission = make_admission(admission, fill)
+    def __init__(self, admission: Word, fill: Word = "all") -> None:
+        self.admission = Admission(admission, fill)
         """Admission policy."""
         self._allowance = float(OFFERS_AT_ONCE)
         self._allowance_at = 0.0
