@@ -15,6 +15,7 @@ from tiering.api.request import ReqContext
 from tiering.block_tier.tier import BlockTier
 from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
+from tiering.index.tier_index import TierIndex
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.options import BlockTierOptions
@@ -38,6 +39,7 @@ class Rig:
         store: FakeStore | None = None,
         agreement: EpochAgreement | None = None,
         name: str = "",
+        index: TierIndex | None = None,
         **options: Any,
     ) -> None:
         self.clock = FakeClock()
@@ -48,10 +50,9 @@ class Rig:
         if agreement is not None:
             self.context = replace(self.context, agreement=agreement, name=name or self.context.name)
         self.document = f"epoch-{self.context.namespace.directory}"
-        index: SlotIndex | SharedIndex
-        if shared:
+        if index is None and shared:
             index = SharedIndex()
-        else:
+        elif index is None:
             index = SlotIndex(slots)
             index.add_free(np.arange(slots))
         self.tier = BlockTier(
@@ -59,7 +60,7 @@ class Rig:
             self.options,
             self.store,
             index,
-            place_prefix=(lambda namespace: f"{namespace.epoch.hex()}/") if shared else None,
+            place_prefix=(lambda namespace: f"{namespace.epoch.hex()}/") if index.shared else None,
             io=self.io,
         )
         self._job_id = 0

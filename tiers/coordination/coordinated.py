@@ -120,14 +120,11 @@ class CoordinatedIndex(SharedIndex):
         return super().end_probe(probe, held, now)
 
     def take_hints(self, now: float) -> Hints:
-        heard = self._coordination.take()
-        if heard is not None:
-            self._learn_present(heard.stored, now + self._present_ttl)
-            self._left.stored(heard.stored)
-        lapsed = self._left.take_lapsed(now)
-        if heard is None and not lapsed:
-            return super().take_hints(now)
-        return Hints(() if heard is None else heard.touched, lapsed)
+        stored, touched = self._coordination.take()
+        if stored:
+            self._learn_present(stored, now + self._present_ttl)
+            self._left.stored(stored)
+        return Hints(touched, self._left.take_lapsed(now))
 
     def declined(self, keys: Sequence[OffloadKey], admitted: Sequence[int]) -> None:
         if self._counts_touches:

@@ -19,7 +19,7 @@ from tiering import StoreError, TemporaryStoreError
 from tiering.tier import Backoff, Flag, OffloadKey, Place, StoreProbe, ThreadPool
 from tiers.coordination import directory
 from tiers.coordination.directory import SCRIPTS, Directory, digests_of, load_scripts
-from tiers.coordination.scope import MAX_BATCH, Claim, Heard, Scope
+from tiers.coordination.scope import MAX_BATCH, Claim, Scope
 from tiers.valkey.client import ServerAddress, Subscription, ValkeyClient
 
 logger = logging.getLogger("kv_tiering.coordination")
@@ -169,12 +169,12 @@ class ValkeyCoordination:
             scope.queue.declined.extend(zip(keys, places, strict=True))
             self._wake.set()
 
-    def take(self) -> Heard | None:
-        """Return the notices since the last call; None if there are none."""
+    def take(self) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """Return the watched blocks that were stored since the last call, and the declined ones touched again."""
         scope = self._scope
         if scope is not None and (len(self._begun) < 2 or self._threads.alive < self._threads.size):
             self._start()
-        return None if scope is None else scope.inbox.take()
+        return ((), ()) if scope is None else scope.inbox.take()
 
     def close(self, timeout: float) -> bool:
         """End all threads within ``timeout`` seconds, and return True if none runs."""

@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from tiering import StoreError
 from tiering.tier import OffloadKey, Place
@@ -46,34 +45,20 @@ class Claim:
     """
 
 
-class Heard(NamedTuple):
-    """The notices of other machines that concern this one."""
-
-    stored: Sequence[OffloadKey]
-    """Watched blocks that another machine has stored."""
-    touched: Sequence[OffloadKey]
-    """Declined blocks that another machine has declined before: this was their second touch in the fleet."""
-
-
 @dataclass(slots=True)
 class Inbox:
-    """Notices for the scheduler's thread, which other threads add."""
+    """Notices of other machines for the scheduler's thread, which other threads add."""
 
     stored: deque[OffloadKey] = field(default_factory=deque)
-    """Watched blocks that were stored."""
+    """Watched blocks that another machine has stored."""
     touched: deque[OffloadKey] = field(default_factory=deque)
-    """Declined blocks at their second touch."""
+    """Declined blocks that another machine has declined before: this was their second touch in the fleet."""
 
-    def take(self) -> Heard | None:
-        """Return the notices so far; None if there are none."""
+    def take(self) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """Return the stored and the touched blocks so far."""
         if not self.stored and not self.touched:
-            return None
-        return Heard(*([box.popleft() for _ in range(len(box))] for box in (self.stored, self.touched)))
-
-    def clear(self) -> None:
-        """Drop all notices."""
-        self.stored.clear()
-        self.touched.clear()
+            return (), ()
+        return _taken(self.stored), _taken(self.touched)
 
 
 @dataclass(slots=True)
@@ -253,6 +238,10 @@ class Scope:
         if known:
             box.extend(known)
             self.announce()
+
+
+def _taken(box: deque[OffloadKey]) -> list[OffloadKey]:
+    return [box.popleft() for _ in range(len(box))]
 
 
 def _checked(replies: Sequence[object], *, skip: int) -> Iterator[object]:

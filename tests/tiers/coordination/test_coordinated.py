@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.block_tier.fakes import FakeIo, FakeStore, make_context
-from tests.block_tier.rig import CTX, K
+from tests.block_tier.rig import CTX, K, Rig
 from tiering.api.keys import OffloadKey
-from tiering.block_tier.tier import BlockTier
 from tiering.errors import TemporaryStoreError
 from tiering.medium.block_store import Place, StoreProbe
-from tiering.secondary.contract import PrefixAnswer, TransferJob
-from tiering.secondary.options import BlockTierOptions
-from tiering.testing.clock import FakeClock
+from tiering.secondary.contract import PrefixAnswer
 from tiers.coordination.coordinated import CLAIM_SECONDS, CoordinatedIndex, LeftBlocks
 from tiers.coordination.coordination import ValkeyCoordination
-from tiers.coordination.scope import Claim, Heard, Inbox
+from tiers.coordination.scope import Claim, Inbox
 
 LAPSE = 10.0
 
@@ -70,7 +66,7 @@ class FakeCoordination(ValkeyCoordination):
     def declined(self, keys: Sequence[OffloadKey], places: Sequence[Place]) -> None:
         self.declines += keys
 
-    def take(self) -> Heard | None:
+    def take(self) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
         return self.inbox.take()
 
     def close(self, timeout: float) -> bool:
@@ -78,58 +74,41 @@ class FakeCoordination(ValkeyCoordination):
         return True
 
 
-class Rig:
+class FleetRig(Rig):
     """A shared tier with coordination, on a fake I/O side."""
 
-    def __init__(self, **options: object) -> None:
-        self.clock = FakeClock()
-        self.store = FakeStore()
-        chosen = BlockTierOptions.model_validate({"type": "fake", **options})
-        self.io = FakeIo(self.store, self.clock, chosen.breaker)
+    def __init__(self, **options: Any) -> None:
         self.fleet = FakeCoordination()
-        self.tier = BlockTier(
-            make_context(self.clock),
-            chosen,
-            self.store,
-            CoordinatedIndex(self.fleet, counts_touches=chosen.admission == "second_touch"),
-            place_prefix=lambda namespace: f"{namespace.epoch.hex()}/",
-            io=self.io,
-        )
-        assert self.tier.open(self.clock() + 1)
-        self._jobs = 0
+        index = CoordinatedIndex(self.fleet, counts_touches=options.get("admission") == "second_touch")
+        super().__init__(index=index, **options)
+        self.opened()
 
-    def submit(self, keys: Sequence[OffloadKey]) -> int:
-        self._jobs += 1
-        now, rows = self.clock(), np.arange(len(keys))
-        self.tier.submit_store(TransferJob(self._jobs, keys, rows, False, CTX, now, deadline=now + 30))
-        return self._jobs
-
-    def finished(self) -> list[tuple[int, list[OffloadKey] | None]]:
+    def ended(self) -> list[tuple[int, list[OffloadKey] | None]]:
         """Return the jobs that have ended, each with the keys that were stored; None: all."""
         return [
             (result.job_id, None if result.successful_keys is None else list(result.successful_keys))
-            for result in self.tier.get_finished()
+            for result in self.finished()
         ]
 
 
 def test_a_store_waits_for_the_answer_and_uploads_what_is_granted() -> None:
-    rig = Rig()
-    job = rig.submit(K[:4])
-    assert (rig.finished(), rig.io.jobs) == ([], [])
+    rig = FleetRig()
+    job = rig.submit_store(K[:4])
+    assert (rig.ended(), rig.io.jobs) == ([], [])
     rig.fleet.claims[0].granted = [True, False, True, False]
-    assert rig.finished() == []
+    assert rig.ended() == []
     (upload,) = rig.io.jobs
     assert (upload.moved, upload.rows, rig.fleet.watched) == ([K[0], K[2]], [0, 2], [K[1], K[3]])
     rig.io.finish(job)
-    assert rig.finished() == [(job, [K[0], K[2]])]
+    assert rig.ended() == [(job, [K[0], K[2]])]
     stats = rig.tier.get_stats()
     assert (stats.stores_left, stats.cascades, stats.cascades_active, stats.stores_dropped) == (2, 2, 0, 0)
     assert rig.fleet.told == upload.places
 
 
 def test_a_tier_is_not_drained_while_a_claim_is_not_answered() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     assert not rig.tier.drain(rig.clock())
     rig.fleet.claims[0].granted = [True, True]
     assert not rig.tier.drain(rig.clock()), "the upload runs"
@@ -138,98 +117,98 @@ def test_a_tier_is_not_drained_while_a_claim_is_not_answered() -> None:
 
 
 def test_a_store_without_any_grant_ends_and_may_be_offered_again() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     rig.fleet.claims[0].granted = [False, False]
-    assert rig.finished() == [(job, [])]
-    rig.submit(K[:2])
+    assert rig.ended() == [(job, [])]
+    rig.submit_store(K[:2])
     rig.fleet.claims[1].granted = [True, True]
-    rig.finished()
+    rig.ended()
     assert [list(upload.moved) for upload in rig.io.jobs] == [K[:2]]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["slow", "gone"])
 def test_a_store_goes_ahead_without_an_answer(gone: bool) -> None:
-    rig = Rig()
-    rig.submit(K[:2])
+    rig = FleetRig()
+    rig.submit_store(K[:2])
     if gone:
         rig.fleet.answers = False
     else:
         rig.clock.advance(CLAIM_SECONDS)
-    rig.finished()
+    rig.ended()
     assert len(rig.io.jobs) == 1
 
 
 def test_without_a_service_nothing_is_claimed() -> None:
-    rig = Rig()
+    rig = FleetRig()
     rig.fleet.answers = False
-    rig.submit(K[:2])
+    rig.submit_store(K[:2])
     assert (len(rig.io.jobs), rig.fleet.claims) == (1, [])
 
 
 def test_the_claim_of_a_failed_upload_is_released() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     rig.fleet.claims[0].granted = [True, True]
-    rig.finished()
+    rig.ended()
     places = rig.io.jobs[0].places
     rig.io.finish(job, [TemporaryStoreError("no")] * 2)
-    rig.finished()
+    rig.ended()
     assert (rig.fleet.told, rig.fleet.unclaimed) == ([], list(places))
 
 
 def test_a_reset_drops_the_stores_that_wait_and_an_answer_comes_too_late() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     rig.tier.reset(rig.clock())
     assert rig.fleet.claims[0].dropped == set(rig.fleet.claims[0].places), "whoever grants the claim gives it up"
     rig.fleet.claims[0].granted = [True, True]
-    assert rig.finished() == [(job, [])]
+    assert rig.ended() == [(job, [])]
     assert (rig.io.jobs, rig.fleet.told) == ([], [])
     assert rig.fleet.prefixes[1] == "" != rig.fleet.prefixes[2] != rig.fleet.prefixes[0]
     assert rig.tier.get_stats().cascades_active == 0
 
 
 def test_a_block_that_was_stored_before_a_reset_is_not_told_in_the_new_epoch() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     rig.fleet.claims[0].granted = [True, True]
-    rig.finished()
+    rig.ended()
     places = rig.io.jobs[0].places
     rig.tier.reset(rig.clock())
     assert rig.fleet.unclaimed == places, "others may upload at once, should the upload not succeed"
     rig.io.finish(job)
-    rig.finished()
+    rig.ended()
     assert (rig.fleet.told, rig.fleet.unclaimed) == ([], places)
 
 
 def test_the_granted_claims_of_stores_that_a_reset_drops_are_released() -> None:
-    rig = Rig()
-    job = rig.submit(K[:3])
+    rig = FleetRig()
+    job = rig.submit_store(K[:3])
     claim = rig.fleet.claims[0]
     claim.granted = [True, False, True]
     rig.tier.reset(rig.clock())
     assert rig.fleet.unclaimed == [claim.places[0], claim.places[2]]
-    assert rig.finished() == [(job, [])]
+    assert rig.ended() == [(job, [])]
 
 
-def left_to_others(rig: Rig, keys: Sequence[OffloadKey]) -> None:
+def left_to_others(rig: FleetRig, keys: Sequence[OffloadKey]) -> None:
     """Submit a store whose blocks another machine has claimed."""
-    rig.submit(keys)
+    rig.submit_store(keys)
     rig.fleet.claims[-1].granted = [False] * len(keys)
-    rig.finished()
+    rig.ended()
 
 
-def wanted(rig: Rig) -> list[OffloadKey]:
+def wanted(rig: FleetRig) -> list[OffloadKey]:
     """Return the keys that the tier asks for after a step; probes are answered."""
-    rig.finished()
+    rig.ended()
     rig.io.run_tasks("probe")
-    rig.finished()
+    rig.ended()
     return list(rig.tier.on_schedule_end().wanted)
 
 
 def test_blocks_whose_claim_has_lapsed_are_asked_for_once_more() -> None:
-    rig = Rig()
+    rig = FleetRig()
     left_to_others(rig, K[:4])
     rig.clock.advance(LAPSE)
     assert wanted(rig) == [], "machines do not ask at the same time"
@@ -241,16 +220,16 @@ def test_blocks_whose_claim_has_lapsed_are_asked_for_once_more() -> None:
 
 
 def test_blocks_that_the_other_machine_has_stored_are_not_asked_for() -> None:
-    rig = Rig()
+    rig = FleetRig()
     left_to_others(rig, K[:4])
     rig.fleet.inbox.stored.extend(K[:3])
-    rig.finished()
+    rig.ended()
     rig.clock.advance(2 * LAPSE)
     assert wanted(rig) == K[3:4]
 
 
 def test_blocks_that_the_other_machine_has_stored_without_a_notice_are_not_asked_for() -> None:
-    rig = Rig()
+    rig = FleetRig()
     left_to_others(rig, K[:2])
     rig.store.held.update(rig.fleet.claims[0].places)
     rig.clock.advance(2 * LAPSE)
@@ -258,7 +237,7 @@ def test_blocks_that_the_other_machine_has_stored_without_a_notice_are_not_asked
 
 
 def test_blocks_that_were_left_before_a_reset_are_not_asked_for() -> None:
-    rig = Rig()
+    rig = FleetRig()
     left_to_others(rig, K[:2])
     rig.tier.reset(rig.clock() + 10)
     rig.clock.advance(2 * LAPSE)
@@ -277,31 +256,31 @@ def test_the_blocks_that_are_remembered_as_left_are_bounded(monkeypatch: pytest.
 
 
 def test_the_end_reports_the_stores_that_wait() -> None:
-    rig = Rig()
-    job = rig.submit(K[:2])
+    rig = FleetRig()
+    job = rig.submit_store(K[:2])
     rig.fleet.claims[0].granted = [False, False]
     assert rig.tier.shutdown(rig.clock() + 10)
-    assert (rig.finished(), rig.fleet.closed) == ([(job, [])], True)
+    assert (rig.ended(), rig.fleet.closed) == ([(job, [])], True)
 
 
 def test_a_block_that_another_machine_has_stored_is_held_at_once() -> None:
-    rig = Rig()
+    rig = FleetRig()
     rig.tier.lookup_prefix(K[:2], CTX)
     rig.io.run_tasks()
-    rig.finished()
+    rig.ended()
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(0, False)
     assert rig.fleet.watched == K[:1]
     rig.fleet.inbox.stored.extend(K[:2])
-    rig.finished()
+    rig.ended()
     assert rig.tier.lookup_prefix(K[:2], CTX) == PrefixAnswer(2, False)
 
 
 def test_a_second_touch_in_the_fleet_makes_a_declined_block_wanted() -> None:
-    rig = Rig(admission="second_touch")
+    rig = FleetRig(admission="second_touch")
     assert (rig.tier.admit(K[:2], CTX, False), rig.fleet.declines) == ([], K[:2])
     rig.fleet.inbox.touched.append(K[1])
-    rig.finished()
+    rig.ended()
     assert list(rig.tier.on_schedule_end().wanted) == [K[1]]
     assert rig.tier.admit(K[1:2], CTX, False) is None
-    rig.submit(K[1:2])
+    rig.submit_store(K[1:2])
     assert len(rig.fleet.claims) == 1
