@@ -87,7 +87,7 @@ class Workload:
     def put(self, send: Callable[[str], object]) -> Sample:
         prefix = f"put-{next(self.numbers)}/"
         sample = timed(lambda: send(prefix), nbytes=self.count * BLOCK_BYTES)
-        self.store.reclaim(prefix)
+        reclaim(self.store, prefix)
         return sample
 
     def get(self, receive: Callable[[], object]) -> Sample:
@@ -101,6 +101,14 @@ class Workload:
         """Run ``one`` for every ``step``-th block on the threads."""
         for _ in self.threads.map(one, range(0, self.count, step)):
             pass
+
+
+def reclaim(store: BlockStore, prefix: str) -> None:
+    """Delete the blocks below ``prefix``."""
+    if isinstance(store, MooncakeStore):
+        store.reclaim(prefix)
+    elif isinstance(store, ValkeyStore):
+        store.delete(list(store.places(prefix)))
 
 
 def run(bench: Bench) -> None:

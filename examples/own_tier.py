@@ -125,13 +125,6 @@ class SQLiteStore(BlockStore):
             cursor.execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (name, data))
         return self.read_document(name)
 
-    def reclaim(self, place_prefix: str) -> int:
-        with self._transaction() as cursor:
-            found = cursor.execute(
-                "DELETE FROM blocks WHERE substr(place, 1, ?) = ?", (len(place_prefix), place_prefix)
-            )
-            return found.rowcount
-
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Cursor]:
         """Run one transaction at a time, and turn SQLite's errors into errors of a store.

@@ -17,8 +17,8 @@ K = keys_of(*range(32))
 NOW = 100.0
 
 
-def make_index(max_entries: int = 1000) -> SharedIndex:
-    index = SharedIndex(present_ttl=60, absent_ttl=5, lookup_deadline=0.25, max_entries=max_entries)
+def make_index() -> SharedIndex:
+    index = SharedIndex(present_ttl=60, absent_ttl=5, lookup_deadline=0.25)
     index.enter("ns/epoch/")
     return index
 
@@ -232,8 +232,9 @@ def test_storing_an_absent_block_makes_it_present() -> None:
     assert index.lookup_prefix(K[:1], NOW) == PrefixAnswer(1, False)
 
 
-def test_memory_is_bounded_and_the_oldest_knowledge_goes_first() -> None:
-    index = make_index(max_entries=8)
+def test_memory_is_bounded_and_the_oldest_knowledge_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MAX_ENTRIES", 8)
+    index = make_index()
     for number in range(12):
         store(index, K[number : number + 1])
     assert index.blocks == 8

@@ -43,13 +43,6 @@ class NamedMemoryStore(MemoryStore):
             del self.memory.frames[place]
         return True
 
-    def reclaim(self, place_prefix: str) -> int:
-        with self.memory.lock:
-            found = [place for place in self.memory.frames if str(place).startswith(place_prefix)]
-            for place in found:
-                del self.memory.frames[place]
-        return len(found)
-
 
 def make_named_tier(memory: MemoryMedium, context: TierContext, **options: object) -> BlockTier:
     """Return a tier on ``memory`` as a shared medium."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tiering.admin.namespaces import known_namespaces, namespace_of
 from tiering.admin.records import Collected, KnownNamespace, StoredBlock
@@ -12,11 +12,17 @@ from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
 from tiering.epochs.documents import LEASES
 from tiering.epochs.driver import SURE_SECONDS, begin_common
-from tiering.epochs.hot_keys import HOT, hot_namespace
+from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
 from tiering.errors import StoreError
 from tiering.index.shared import parse_place
 from tiering.medium.block_store import BlockStore
 from tiering.secondary.options import TierOptions
+
+LEASE_SECONDS = 86400.0
+"""Age in seconds up to which a lease counts as fresh. Engines renew leases every hour."""
+
+READS = 16
+"""Documents that are read at the same time."""
 
 _WATCH_PAUSE = 1.0
 """Seconds between two looks for new epochs that the medium may have lost."""
@@ -26,7 +32,7 @@ class SharedAdmin(TierAdmin):
     """Administration of a shared medium. Engines may use the medium meanwhile.
 
     Places are those of a :class:`~tiering.index.shared.SharedIndex`. A subclass adds the probes, the scratch place and
-    the listing of blocks; it overrides :meth:`namespaces` if leases that are not renewed stay on the medium.
+    the listing of blocks; it overrides :meth:`document_ages` if documents that count no more stay on the medium.
 
     Args:
         options: options of the tier, whose ``location`` names the medium.
@@ -36,6 +42,7 @@ class SharedAdmin(TierAdmin):
     def __init__(self, options: TierOptions, store: BlockStore) -> None:
         super().__init__(options)
         self._store = store
+        self._lease_seconds = LEASE_SECONDS
 
     @property
     def place(self) -> str:
@@ -47,16 +54,27 @@ class SharedAdmin(TierAdmin):
     def close(self) -> None:
         self._store.close()
 
-    async def namespaces(self) -> list[KnownNamespace]:
-        return await asyncio.to_thread(self._namespaces)
+    def document_ages(self) -> Mapping[str, float]:
+        """Return the age of each document in seconds; 0 (default) on a medium that drops those that count no more.
 
-    def _namespaces(self) -> list[KnownNamespace]:
-        listed = list(self._store.list_documents(""))
-        self.hot_keys = sum(hot_namespace(name) is not None for name in listed)
-        names = [name for name in listed if namespace_of(name) is not None]
-        found = {name: self._store.read_document(name) for name in names}
-        documents = {name: data for name, data in found.items() if data is not None}
-        return known_namespaces(documents, [name for name in names if name.startswith(LEASES)])
+        Raises:
+            StoreError: the documents cannot be listed.
+        """
+        return dict.fromkeys(self._store.list_documents(""), 0.0)
+
+    async def namespaces(self) -> list[KnownNamespace]:
+        ages = await asyncio.to_thread(self.document_ages)
+        self.hot_keys = sum(hot_namespace(name) is not None and age < HOT_SECONDS for name, age in ages.items())
+        fresh = [name for name, age in ages.items() if name.startswith(LEASES) and age < self._lease_seconds]
+        names = [name for name in ages if namespace_of(name) is not None and not name.startswith(LEASES)]
+        limit = asyncio.Semaphore(READS)
+
+        async def read(name: str) -> tuple[str, bytes | None]:
+            async with limit:
+                return name, await asyncio.to_thread(self._store.read_document, name)
+
+        found = await asyncio.gather(*map(read, [*names, *fresh]))
+        return known_namespaces({name: data for name, data in found if data is not None}, fresh)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
         cleared = await super().clear(namespace, dry_run=dry_run)

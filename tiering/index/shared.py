@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, islice, repeat, takewhile
 from operator import lt
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
-from tiering.index.tier_index import Probe, Progress, StorePlan, TierIndex
+from tiering.index.tier_index import Probe, StorePlan, TierIndex
 from tiering.medium.block_store import Place, StoreProbe
 from tiering.secondary.contract import PrefixAnswer
 from tiering.secondary.options import SharedOptions
@@ -48,7 +48,8 @@ REFUSED_SECONDS = 3600.0
 """Seconds for which a corrupt block is left alone, unless it is known to have left the medium."""
 
 
-_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/[0-9a-f]{2}/((?:[0-9a-f]{2})+)")
+_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?((?:[0-9a-f]{2})+)(?:\.[1-9])?")
+"""Place of a block, with the number of a second name perhaps; some older ones lack the digits that spread the names."""
 
 
 class NamedPlace(NamedTuple):
@@ -93,7 +94,6 @@ class SharedIndex(TierIndex):
             the lookup finds the head that the probe has found so far.
         wait_per_block: seconds by which each block that the lookup may find extends its deadline; default 0.
         longest_wait: longest extended deadline of a lookup in seconds; default 5.
-        max_entries: maximum number of entries in each of the two tables, present and absent.
         cautious_after: number of probes in a row that found nothing, after which a probe asks for its first block
             alone; for media that take one request per block; default: None, never.
         on_absent: function that receives the places of blocks that are about to be stored, if a probe found the first
@@ -110,7 +110,6 @@ class SharedIndex(TierIndex):
         lookup_deadline: float = 0.25,
         wait_per_block: float = 0.0,
         longest_wait: float = 5.0,
-        max_entries: int = MAX_ENTRIES,
         cautious_after: int | None = None,
         on_absent: Callable[[Sequence[Place]], None] | None = None,
     ) -> None:
@@ -119,7 +118,6 @@ class SharedIndex(TierIndex):
         self._lookup_deadline = lookup_deadline
         self._wait_per_block = wait_per_block
         self._longest_wait = max(longest_wait, lookup_deadline)
-        self._max_entries = max_entries
         self._cautious_after = cautious_after
         self._on_absent = on_absent
         self._present: OrderedDict[OffloadKey, float] = OrderedDict()
@@ -130,8 +128,8 @@ class SharedIndex(TierIndex):
         self._writing: set[Place] = set()
         self._asked: dict[OffloadKey, float] = {}
         """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
-        self._progress: dict[OffloadKey, Progress] = {}
-        """Progress of the probes that lookups have raised, by first key."""
+        self._lookups: dict[OffloadKey, Probe] = {}
+        """Probes that lookups have raised, by first key."""
         self._late = 0
         self._misses_in_a_row = 0
         self._raised: list[Probe] = []
@@ -140,11 +138,10 @@ class SharedIndex(TierIndex):
         """Function that returns the place of a key in the present epoch; another function in the next epoch."""
 
     @classmethod
-    def of(cls, options: SharedOptions) -> Self:
-        """Return an index with the durations that a tier's options name."""
-        return cls(
-            present_ttl=options.present_ttl, absent_ttl=options.absent_ttl, lookup_deadline=options.lookup_deadline
-        )
+    def of(cls, options: SharedOptions, **settings: Any) -> Self:
+        """Return an index with the durations that a tier's options name, and other arguments of the class."""
+        present, absent, deadline = options.present_ttl, options.absent_ttl, options.lookup_deadline
+        return cls(present_ttl=present, absent_ttl=absent, lookup_deadline=deadline, **settings)
 
     def enter(self, place_prefix: str) -> None:
         DISPOSAL.add(self.clear())
@@ -179,14 +176,14 @@ class SharedIndex(TierIndex):
         self._asked[first] = until
         cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
         probe = Probe(keys[held:], self.place_of, expires=until, cautious=cautious)
-        self._progress[first] = probe.progress
+        self._lookups[first] = probe
         self._raised.append(probe)
         return PrefixAnswer(held, True)
 
     def _take_progress(self, first: OffloadKey, keys: Sequence[OffloadKey], now: float) -> int:
         """Return the number of leading blocks that a probe has found so far; the next one is a miss."""
-        progress = self._progress.get(first)
-        found = 0 if progress is None else min(progress.held, len(keys))
+        probe = self._lookups.get(first)
+        found = 0 if probe is None else min(probe.held, len(keys))
         if not found:
             self._late += 1
             return 0
@@ -206,7 +203,7 @@ class SharedIndex(TierIndex):
         if probe.place_of is not self.place_of:
             return ()
         self._asked.pop(probe.keys[0], None)
-        self._progress.pop(probe.keys[0], None)
+        self._lookups.pop(probe.keys[0], None)
         self._forgive(now)
         if held is None:
             self._unanswered[probe.keys[0]] = now + min(self._lookup_deadline, self._absent_ttl)
@@ -335,7 +332,7 @@ class SharedIndex(TierIndex):
         self._present, self._absent, self._refused = OrderedDict(), OrderedDict(), OrderedDict()
         self._unanswered.clear()
         self._asked.clear()
-        self._progress.clear()
+        self._lookups.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
         self.place_of = partial(object_name, self._prefix)
@@ -386,7 +383,7 @@ class SharedIndex(TierIndex):
         self._trim(self._absent)
 
     def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
-        while len(table) > self._max_entries:
+        while len(table) > MAX_ENTRIES:
             table.popitem(last=False)
 
 
@@ -410,7 +407,7 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
         (first,) = ask([probe.place_of(probe.keys[0])]).held
         if not first:
             return None if first is None else 0
-        held = probe.progress.held = 1
+        held = probe.held = 1
     while held < missing:
         positions = _narrow(held, missing, width) if bounded else _reach(held, missing, width)
         answers = ask([probe.place_of(probe.keys[position]) for position in positions]).held
@@ -421,7 +418,7 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
                 missing, bounded = position, True
                 break
             held = position + 1
-        probe.progress.held = held
+        probe.held = held
     return held
 
 

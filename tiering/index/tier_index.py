@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from tiering.api.hints import KeptBlocks
@@ -54,19 +54,7 @@ class Hints(NamedTuple):
     """Blocks that were left to other machines, which may not have stored them."""
 
 
-NO_HINTS = Hints((), ())
-"""Result of :meth:`TierIndex.take_hints` if there are none."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Progress of a probe that runs. The I/O side writes, and the scheduler's thread reads."""
-
-    held: int = 0
-    """Number of leading keys found so far."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Probe:
     """A probe of a shared medium: the request to find out how many leading keys of a chain it holds."""
 
@@ -82,8 +70,8 @@ class Probe:
     """Time in monotonic seconds after which nothing waits for the result; default: none."""
     cautious: bool = False
     """True if the first key is asked for alone, because a miss is likely; default False."""
-    progress: Progress = field(default_factory=Progress)
-    """Progress, which a lookup takes at its deadline."""
+    held: int = 0
+    """Number of leading keys found so far, which the I/O side writes, and a lookup takes at its deadline."""
 
 
 class TierIndex(ABC):
@@ -142,7 +130,7 @@ class TierIndex(ABC):
 
         Called for shared media only.
         """
-        return NO_HINTS
+        return Hints((), ())
 
     def declined(self, keys: Sequence[OffloadKey], admitted: Sequence[int]) -> None:
         """Record that admission has declined all of ``keys`` but those at the positions ``admitted``."""

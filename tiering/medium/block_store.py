@@ -337,16 +337,6 @@ class BlockStore(ABC):
         """
         self.write_document(name, b"")
 
-    def reclaim(self, place_prefix: str) -> int:
-        """Delete the blocks whose names start with ``place_prefix``, and return how many were deleted.
-
-        This is the garbage collection of epochs that no engine uses any more. An engine never calls this method.
-
-        Raises:
-            StoreError: a block could not be deleted.
-        """
-        return 0
-
 
 class BatchStore(BlockStore):
     """A medium that moves several blocks at once.

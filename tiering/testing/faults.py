@@ -78,11 +78,6 @@ class DictStore(BlockStore):
     def list_documents(self, prefix: str) -> Iterable[str]:
         return [name for name in self.documents if name.startswith(prefix)]
 
-    def reclaim(self, place_prefix: str) -> int:
-        old = [place for place in self.frames if str(place).startswith(place_prefix)]
-        self.delete(old)
-        return len(old)
-
     def _note(self, operation: str, blocks: Sequence[BlockIO]) -> None:
         with self._lock:
             self.calls.append((operation, tuple(block.place for block in blocks)))

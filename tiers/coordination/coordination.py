@@ -282,9 +282,7 @@ class ValkeyCoordination:
         now = time.monotonic()
         if now < self._due:
             return False
-        for reply in self._client.call_all(load_scripts()):
-            if isinstance(reply, StoreError):
-                raise reply
+        self._client.replies(load_scripts())
         self._identify_due = 0.0
         self._look_at_medium()
         scope = self._scope

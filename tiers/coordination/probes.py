@@ -201,17 +201,12 @@ def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, PERMISSIONS, text, remedy)
 
 
-def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Callable[[], None]]]:
+def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each step with its name.
 
     A step raises StoreError if the server refuses the command, or answers wrongly.
     """
     digest: Digests = secrets.token_bytes(DIGEST_BYTES)
-
-    def load() -> None:
-        for reply in client.call_all(load_scripts()):
-            if isinstance(reply, StoreError):
-                raise reply
 
     def claim() -> None:
         _expect(client.call(*directory.claim(digest)), b"1")
@@ -224,7 +219,7 @@ def _steps(client: ValkeyClient, directory: Directory) -> Iterator[tuple[str, Ca
             client.call(*directory.notify(digest))
             _expect(subscription.read(PROBE_SECONDS), (directory.channel, directory.owner + digest))
 
-    yield "load scripts", load
+    yield "load scripts", lambda: client.replies(load_scripts())
     yield "add blocks", lambda: _expect(directory.finish(directory.fill(digest)), True)
     yield "look blocks up", lambda: _expect(directory.answers(digest), (True, [True]))
     yield "claim uploads", claim

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tiering import StoreError
 from tiering.tier import OffloadKey, Place
 from tiers.coordination.directory import Directory, cut, digests_of
 from tiers.valkey.client import ValkeyClient, Word
@@ -186,7 +185,7 @@ class Scope:
         for claim in claims:
             digests = digests_of(claim.places)
             commands += [directory.claim(digests), directory.look(digests)]
-        replies = _checked(client.call_all(commands), skip=sent)
+        replies = iter(client.replies(commands)[sent:])
         if watched:
             self._report_held(watched, Directory.flags(next(replies), 1 + len(watched))[1:])
         if declined:
@@ -242,18 +241,6 @@ class Scope:
 
 def _taken(box: deque[OffloadKey]) -> list[OffloadKey]:
     return [box.popleft() for _ in range(len(box))]
-
-
-def _checked(replies: Sequence[object], *, skip: int) -> Iterator[object]:
-    """Return the replies after the first ``skip``.
-
-    Raises:
-        StoreError: one of the replies is an error.
-    """
-    for reply in replies:
-        if isinstance(reply, StoreError):
-            raise reply
-    return iter(replies[skip:])
 
 
 def _drop(notices: deque[object] | deque[Claim] | deque[tuple[OffloadKey, Place]] | deque[Place], count: int) -> None:

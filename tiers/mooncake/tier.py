@@ -188,6 +188,11 @@ class MooncakeStore(BatchStore):
                 raise TemporaryStoreError(f"{_REASONS.get(code, 'Mooncake refused')} (code {code}, delete {place})")
 
     def reclaim(self, place_prefix: str) -> int:
+        """Delete the blocks whose names start with ``place_prefix``, and return how many were deleted.
+
+        Raises:
+            StoreError: a block could not be deleted.
+        """
         with self._client.use() as connection:
             count = connection.native.remove_by_regex(f"^{re.escape(self.name(place_prefix))}.*", True)
         if count < 0:

@@ -113,17 +113,13 @@ class AzureCloud(EnvironmentCloud):
         return self.make(lambda: AzureStore(bucket, config=config, client_options=words, retry_config=NO_RETRIES))
 
     def deleter(self, name: str, version: str) -> HTTPStore:
-        address = f"{self._container}?{self._signature(name)}"
+        endpoint = self.options.endpoint or f"https://{self.options.account_name}.blob.core.windows.net"
+        address = f"{endpoint}/{self.options.bucket}?{self._signature(name)}"
         return HTTPStore.from_url(
             address,
             client_options=client_options(self.options, {"if-match": version}),
             retry_config=NO_RETRIES,
         )
-
-    @property
-    def _container(self) -> str:
-        endpoint = self.options.endpoint or f"https://{self.options.account_name}.blob.core.windows.net"
-        return f"{endpoint}/{self.options.bucket}"
 
     def _signature(self, name: str) -> str:
         """Return the query of an address with which ``name`` may be deleted."""

@@ -6,7 +6,7 @@ import os
 import re
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -199,9 +199,3 @@ def verification(options: BucketOptions) -> str | bool:
     """Return the ``verify`` argument for boto3, with which it trusts the data path's authorities."""
     found = authorities(options)
     return str(found[1]) if found is not None else ssl.get_default_verify_paths().cafile or True
-
-
-def batches(names: Sequence[str], size: int) -> Iterator[list[str]]:
-    """Yield ``names`` in lists of at most ``size``."""
-    for start in range(0, len(names), size):
-        yield list(names[start : start + size])

@@ -9,28 +9,22 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import obstore
 
 from tiering import StoreError
 from tiering.tier import (
-    HOT,
-    HOT_SECONDS,
-    LEASES,
     Collected,
     EpochState,
     Finding,
-    KnownNamespace,
     Limits,
     SharedAdmin,
     StoredBlock,
     TierOptions,
-    known_namespaces,
-    namespace_of,
+    parse_place,
 )
 from tiers.coordination.probes import probe_coordination
 from tiers.object.bucket_options import BLOCKS, DOCUMENTS, SUSPECTS, BucketOptions, without_ttl
@@ -46,9 +40,6 @@ from tiers.valkey.client import ServerAddress
 if TYPE_CHECKING:
     from obstore import ObjectMeta
 
-LEASE_SECONDS = 86400.0
-"""Age in seconds up to which a lease counts as fresh. Engines renew leases every hour."""
-
 LISTINGS = 16
 """Folders that are listed at the same time."""
 
@@ -57,7 +48,6 @@ _FOLDERS_DEEP = 3
 
 _CHUNK = 1000
 _CHUNKS_AHEAD = 4
-_PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?([0-9a-f]+)(?:\.[1-9])?")
 
 
 class ObjectAdmin(SharedAdmin):
@@ -72,7 +62,6 @@ class ObjectAdmin(SharedAdmin):
         self._translate = cloud.dialect.translate
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._documents = f"{self.options.prefix}{DOCUMENTS}"
-        self._lease_seconds = LEASE_SECONDS
         self._lease = CollectionLease(self._store, self.place)
 
     # ----------------------------------------------------------------------------------------------------------- probes
@@ -119,32 +108,11 @@ class ObjectAdmin(SharedAdmin):
 
     # --------------------------------------------------------------------------------------------------------- contents
 
-    async def namespaces(self) -> list[KnownNamespace]:
+    def document_ages(self) -> Mapping[str, float]:
         now = self.clock()
-        names: list[str] = []
-        fresh: list[str] = []
-        self.suspects = self.hot_keys = 0
-        async for items in self._list(self._documents):
-            for item in items:
-                name = item["path"].removeprefix(self._documents)
-                age = now - item["last_modified"].timestamp()
-                if name.startswith(LEASES):
-                    fresh += [name] if age < self._lease_seconds else []
-                elif namespace_of(name) is not None:
-                    names.append(name)
-                elif name.startswith(HOT):
-                    self.hot_keys += age < HOT_SECONDS
-                else:
-                    self.suspects += name.startswith(SUSPECTS) and age < NOTE_SECONDS
-        limit = asyncio.Semaphore(LISTINGS)
-
-        async def fetch(name: str) -> tuple[str, bytes] | None:
-            async with limit:
-                data = await self._get(f"{self._documents}{name}")
-            return None if data is None else (name, bytes(data))
-
-        found = await asyncio.gather(*map(fetch, [*names, *fresh]))
-        return known_namespaces(dict(item for item in found if item is not None), fresh)
+        ages = {name: now - written for name, written in self._store.document_times().items()}
+        self.suspects = sum(name.startswith(SUSPECTS) and age < NOTE_SECONDS for name, age in ages.items())
+        return ages
 
     async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
         folders = [folder for folder in await self._folders() if f"{folder}~" > after]
@@ -181,20 +149,13 @@ class ObjectAdmin(SharedAdmin):
     async def read(self, block: StoredBlock) -> memoryview | None:
         return await self._get(f"{self._blocks}{block.place}")
 
-    def expected_key(self, block: StoredBlock) -> bytes | None:
-        match = _PLACE.fullmatch(block.place)
-        try:
-            return None if match is None else bytes.fromhex(match[3])
-        except ValueError:
-            return None
-
     def _block(self, item: ObjectMeta) -> StoredBlock | None:
         """Return the block of an object, or None for an object that is not ours, which no command touches."""
         place = item["path"].removeprefix(self._blocks)
-        match = _PLACE.fullmatch(place)
-        if match is None:
+        named = parse_place(place)
+        if named is None:
             return None
-        return StoredBlock(item["last_modified"].timestamp(), place, item["size"], match[1], match[2])
+        return StoredBlock(item["last_modified"].timestamp(), place, item["size"], named.namespace, named.fingerprint)
 
     async def _folders(self) -> list[str]:
         """Return the folders that hold blocks, below the prefix of all blocks, in order.

@@ -124,15 +124,12 @@ def make_index(context: TierContext, options: BucketOptions, store: ObjectStore)
         ConfigError: a package that coordination needs is missing.
     """
     settings: dict[str, Any] = {
-        "present_ttl": options.present_ttl,
-        "absent_ttl": options.absent_ttl,
-        "lookup_deadline": options.lookup_deadline,
         "wait_per_block": WAIT_PER_TOKEN * tokens_per_block(context.namespace),
         "cautious_after": MISSES_IN_A_ROW,
         "on_absent": store.expect_absent,
     }
     if options.coordination is None:
-        return SharedIndex(**settings)
+        return SharedIndex.of(options, **settings)
     from tiers.coordination.coordinated import CoordinatedIndex
     from tiers.coordination.coordination import ValkeyCoordination
 
@@ -145,7 +142,8 @@ def make_index(context: TierContext, options: BucketOptions, store: ObjectStore)
         announce=context.news.announce,
         on_absent=store.expect_absent,
     )
-    return CoordinatedIndex(coordination, counts_touches=options.admission == "second_touch", **settings)
+    settings |= {"coordination": coordination, "counts_touches": options.admission == "second_touch"}
+    return CoordinatedIndex.of(options, **settings)
 
 
 def tokens_per_block(namespace: Namespace) -> int:

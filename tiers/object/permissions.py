@@ -108,11 +108,6 @@ class _Permissions:
     def options(self) -> BucketOptions:
         return self.cloud.options
 
-    @property
-    def _deletes_many(self) -> bool:
-        """True if the stack may turn off deletions of many objects per request."""
-        return self.options.scheme == "s3" and self.cloud.per_request > 1
-
     def probe(self) -> Iterator[Finding]:
         name = f"{self.options.prefix}scratch-{secrets.token_hex(4)}/probe"
         content = secrets.token_bytes(64)
@@ -157,7 +152,8 @@ class _Permissions:
         if self.options.admission == "none" and step != "get":
             return Finding(Severity.INFO, step, f"{error}; admission is none, so the tier does not need it")
         text, remedy = _explained(self.cloud, step, error)
-        other = "set bulk_delete: false, or " if step == "delete" and self._deletes_many else ""
+        deletes_many = step == "delete" and self.options.scheme == "s3" and self.cloud.per_request > 1
+        other = "set bulk_delete: false, or " if deletes_many else ""
         return Finding(Severity.ERROR, step, text, f"{other}{remedy}")
 
     def _read_back(self, name: str, content: bytes) -> None:

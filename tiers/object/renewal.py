@@ -65,7 +65,6 @@ class Renewal:
         self._rest_until = 0.0
         self._stopped = threading.Event()
         self._threads = ThreadPool("object-renewal", 1)
-        self.renewed = 0
 
     def saw(self, name: str, modified: float) -> None:
         """Note that an object in use was last written at ``modified``."""
@@ -120,7 +119,6 @@ class Renewal:
         if self._clock() - found < self._after:
             return found + self._after
         self._copy(name)
-        self.renewed += 1
         return self._clock() + self._after
 
     def _settle(self, name: str, until: float) -> None:

@@ -19,7 +19,6 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from tiering import CorruptBlockError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.tier import (
-    HOT,
     BlockIO,
     BlockStore,
     Done,
@@ -30,8 +29,8 @@ from tiering.tier import (
     StoreTraits,
     ThreadPool,
 )
-from tiers.object.bucket_options import BLOCKS, DOCUMENTS, SETTLEMENTS, SUSPECTS, BucketOptions
-from tiers.object.cloud import Cloud, batches
+from tiers.object.bucket_options import BLOCKS, DOCUMENTS, BucketOptions
+from tiers.object.cloud import Cloud
 from tiers.object.clouds import make_cloud
 from tiers.object.faults import CONDITION_UNKNOWN, STORE_FAILURES, http_status
 from tiers.object.renewal import Renewal
@@ -312,7 +311,7 @@ class ObjectStore(BlockStore):
         return self._delete_version(f"{self._documents}{name}", version)
 
     def list_documents(self, prefix: str) -> Iterable[str]:
-        return [name for name, _ in self._listed_documents() if name.startswith(prefix)]
+        return [name for name in self.document_times() if name.startswith(prefix)]
 
     def remove_document(self, name: str) -> None:
         self.remove_documents([name])
@@ -326,28 +325,18 @@ class ObjectStore(BlockStore):
         self.delete_objects([f"{self._documents}{name}" for name in names])
 
     def document_times(self) -> Mapping[str, float]:
-        """Return the service's time of the last write of each note, settlement and set of hot keys.
+        """Return the service's time of the last write of each document, by name.
 
         Raises:
             StoreError: the documents cannot be listed.
         """
-        kinds = (SUSPECTS, SETTLEMENTS, HOT)
-        return {name: written for name, written in self._listed_documents() if name.startswith(kinds)}
-
-    def _listed_documents(self) -> Iterator[tuple[str, float]]:
-        """Yield the name of each document, and the service's time of its last write."""
-        for objects in self._list(self._documents.rstrip("/")):
-            for item in objects:
-                yield item["path"].removeprefix(self._documents), item["last_modified"].timestamp()
+        return {
+            item["path"].removeprefix(self._documents): item["last_modified"].timestamp()
+            for objects in self._list(self._documents.rstrip("/"))
+            for item in objects
+        }
 
     # ---------------------------------------------------------------------------------------------- many at a time
-
-    def reclaim(self, place_prefix: str) -> int:
-        removed = 0
-        for places in self.list_places(place_prefix):
-            self.delete_objects([f"{self._blocks}{place}" for place in places])
-            removed += len(places)
-        return removed
 
     def list_places(self, place_prefix: str) -> Iterator[Sequence[Place]]:
         """Yield the places of the blocks below ``place_prefix``, up to 1,000 at a time.
@@ -379,8 +368,8 @@ class ObjectStore(BlockStore):
         Raises:
             StoreError: objects cannot be deleted.
         """
-        for batch in batches(names, self._cloud.bulk):
-            self._delete_batch(batch)
+        for start in range(0, len(names), self._cloud.bulk):
+            self._delete_batch(list(names[start : start + self._cloud.bulk]))
 
     # --------------------------------------------------------------------------------------------------------- inner
 

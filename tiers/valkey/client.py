@@ -117,11 +117,7 @@ class ServerAddress:
 
 
 def known_address(url: str) -> str:
-    """Return ``url`` if it is the address of a server.
-
-    Raises:
-        ConfigError: it is not; see :meth:`ServerAddress.parse`.
-    """
+    """Return ``url`` if it is the address of a server; raises what :meth:`ServerAddress.parse` does."""
     ServerAddress.parse(url)
     return url
 
@@ -212,10 +208,15 @@ class ValkeyClient:
 
     def call(self, *words: Word) -> Any:
         """Run one command, and return its reply."""
-        (reply,) = self.call_all([words])
-        if isinstance(reply, StoreError):
-            raise reply
-        return reply
+        return self.replies([words])[0]
+
+    def replies(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
+        """Run several commands as :meth:`call_all`, and return their replies if the server refuses none."""
+        replies = self.call_all(commands)
+        for reply in replies:
+            if isinstance(reply, StoreError):
+                raise reply
+        return replies
 
     def call_all(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Run several commands in one round trip, in their order but not as one transaction.
@@ -270,14 +271,6 @@ class ValkeyClient:
         """Return the server's facts about itself (INFO), by name."""
         lines = bytes(self.call("INFO")).decode(errors="replace").splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
-
-    def peek(self, key: str | bytes, limit: int) -> tuple[int, bytes]:
-        """Return the length of a value, and its first ``limit`` bytes; an absent value has the length 0."""
-        replies = self.call_all([("STRLEN", key), ("GETRANGE", key, 0, limit - 1)])
-        for reply in replies:
-            if isinstance(reply, StoreError):
-                raise reply
-        return replies[0], replies[1]
 
     def unlink_if(self, key: str | bytes, limit: int, matches: Callable[[int, bytes], bool]) -> bool:
         """Remove a value if it is still the one that was looked at, and return True if it was removed.

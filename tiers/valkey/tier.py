@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from tiering import ConfigError, CorruptBlockError, StoreError
 from tiering.tier import (
@@ -46,7 +46,7 @@ from tiering.tier import (
     format_bytes,
     parse_place,
 )
-from tiers.valkey.client import ServerAddress, ValkeyClient
+from tiers.valkey.client import ServerAddress, ValkeyClient, known_address
 
 logger = logging.getLogger("kv_tiering.valkey")
 
@@ -88,7 +88,7 @@ class ValkeyOptions(BlockTierOptions, SharedOptions, TtlOptions):
 
     type: str = "valkey"
     """The tier's type in a stack file."""
-    url: str
+    url: Annotated[str, AfterValidator(known_address)]
     """Address of the server: ``valkey://[user@]host[:port][/database]``, or ``valkeys://`` for TLS.
 
     ``redis://`` and ``rediss://`` mean the same. The environment variable VALKEY_PASSWORD has the password, or the
@@ -116,12 +116,6 @@ class ValkeyOptions(BlockTierOptions, SharedOptions, TtlOptions):
     """Seconds within which a connection must be established; default 1."""
     request_timeout: Duration = 5.0
     """Seconds within which the server must answer a command; default 5."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str) -> str:
-        ServerAddress.parse(url)
-        return url
 
     @property
     def address(self) -> ServerAddress:
@@ -210,7 +204,8 @@ class ValkeyStore(BlockStore):
     def read_again(self, place: Place, limit: int) -> RawBlock | None:
         fresh = self._connect()
         try:
-            size, content = fresh.peek(self.name(place), limit)
+            name = self.name(place)
+            size, content = fresh.replies([("STRLEN", name), ("GETRANGE", name, 0, limit - 1)])
         finally:
             fresh.close()
         if not size:
@@ -259,16 +254,6 @@ class ValkeyStore(BlockStore):
             self.client.call("HDEL", self._documents, name)
 
     # -------------------------------------------------------------------------------------------------- many at a time
-
-    def reclaim(self, place_prefix: str) -> int:
-        batch: list[str] = []
-        removed = 0
-        for name in self.scan(f"{self._blocks}{place_prefix}"):
-            batch.append(name)
-            if len(batch) == _SCAN_COUNT:
-                removed += self.client.call("UNLINK", *batch)
-                batch.clear()
-        return removed + (self.client.call("UNLINK", *batch) if batch else 0)
 
     def places(self, place_prefix: str = "") -> Iterator[str]:
         """Yield the places that start with ``place_prefix``, in no order, some perhaps twice.

@@ -10,8 +10,7 @@ from tiers.valkey.client import ValkeyClient
 
 @pytest.fixture
 def directory(client: ValkeyClient) -> Directory:
-    for reply in client.call_all(load_scripts()):
-        assert isinstance(reply, bytes)
+    client.replies(load_scripts())
     return Directory(client, b"bucket", "namespace/epoch/")
 
 

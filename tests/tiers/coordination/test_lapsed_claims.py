@@ -11,8 +11,7 @@ from tiers.valkey.client import ValkeyClient
 
 @pytest.fixture
 def loaded(client: ValkeyClient) -> ValkeyClient:
-    for reply in client.call_all(load_scripts()):
-        assert isinstance(reply, bytes)
+    client.replies(load_scripts())
     return client
 
 

@@ -10,6 +10,7 @@ import pytest
 from examples.mooncake_pool import Master
 from tests.patience import PATIENT
 from tests.tiers.mooncake.pool import Raw
+from tests.tiers.shared_tier import SharedTierTests
 from tiering.api.keys import OffloadKey
 from tiering.index.shared import object_name
 from tiering.medium.block_store import Place
@@ -17,7 +18,7 @@ from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.keys import key_of
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
-from tiering.testing.tier_tests import K, TierTests
+from tiering.testing.tier_tests import K
 from tiers.mooncake import MOONCAKE_TIER, MooncakeOptions
 from tiers.mooncake.client import PoolClient
 from tiers.mooncake.tier import MooncakeStore
@@ -80,9 +81,7 @@ class TestStore(_Served, BlockStoreTests):
         return MooncakeStore(self.options, self.client)
 
 
-class TestTier(_Served, TierTests):
-    shared = True
-
+class TestTier(_Served, SharedTierTests):
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         self.namespaces = {*getattr(self, "namespaces", set()), context.namespace}
         return MOONCAKE_TIER.build(self.options, context)
@@ -96,13 +95,3 @@ class TestTier(_Served, TierTests):
         prefixes = [f"{space.directory}/{space.revision_epoch('1').fingerprint.hex()}/" for space in self.namespaces]
         places = [object_name(prefix, key) for prefix in prefixes for key in keys]
         return [place for place in places if self.raw.exists(self._name(place))]
-
-    def test_two_engines_share_a_pool(self) -> None:
-        one, two = self.make_rig().open(), self.make_rig().open()
-        try:
-            one.store(K[:6])
-            assert two.lookup(K[:8]) == 6
-            assert two.load(K[:6]) == K[:6]
-        finally:
-            one.close()
-            two.close()

@@ -17,6 +17,7 @@ from tests.patience import PATIENT
 from tests.servers import Bucket, Endpoint
 from tests.tiers.object.new_epoch import begin_epochs
 from tests.tiers.object.rigs import namespace_of
+from tests.tiers.shared_tier import SharedTierTests
 from tiering.admin.records import Limits, Severity
 from tiering.admin.tier_admin import TierAdmin
 from tiering.block_tier.definition import TierDefinition
@@ -26,7 +27,7 @@ from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
-from tiering.testing.tier_tests import K, TierTests
+from tiering.testing.tier_tests import K
 from tiers.object.bucket_options import BucketOptions
 from tiers.object.collection_lease import NAME, SECONDS, CollectionLease
 from tiers.object.store import ObjectStore
@@ -101,10 +102,12 @@ class RealStoreSuite(StoreSuite):
         assert self.raw_read("ns/1") is None
         assert not store.delete_version("ns/1", again.version)
 
-    def test_more_objects_than_fit_a_page_are_all_reclaimed(self, store: ObjectStore) -> None:
+    def test_more_objects_than_fit_a_page_are_all_listed_and_deleted(self, store: ObjectStore) -> None:
         with ThreadPoolExecutor(8) as pool:
             deque(pool.map(lambda number: self.raw_write(f"many/{number:04}", b"x"), range(self.many)), maxlen=0)
-        assert store.reclaim("many/") == self.many
+        listed = [place for places in store.list_places("many/") for place in places]
+        assert len(listed) == self.many
+        store.delete(listed)
         assert self.bucket.names(self._name("many/")) == []
 
     def test_a_block_is_copied_onto_itself(self, store: ObjectStore) -> None:
@@ -114,8 +117,7 @@ class RealStoreSuite(StoreSuite):
         assert store._modified(self._name("ns/1")) is not None
 
 
-class TierSuite(Served, TierTests):
-    shared = True
+class TierSuite(Served, SharedTierTests):
     proves: ClassVar[bool] = True
     """True if the service's ETag of an object is a digest of its bytes."""
 
@@ -131,16 +133,6 @@ class TierSuite(Served, TierTests):
         if data is None:
             raise KeyError(place)
         return data
-
-    def test_two_engines_share_a_bucket(self) -> None:
-        one, two = self.make_rig().open(), self.make_rig().open()
-        try:
-            one.store(K[:6])
-            assert two.lookup(K[:8]) == 6
-            assert two.load(K[:6]) == K[:6]
-        finally:
-            one.close()
-            two.close()
 
     def test_a_broken_block_is_removed_if_that_is_proven_and_can_be_stored_again(self, rig: TierRig) -> None:
         rig.store(K[:1])

@@ -347,21 +347,19 @@ class TestRemoving:
         assert not fake.objects
         assert len(fake.asked("DELETE")) == 2
 
-    def test_reclaim_removes_exactly_what_starts_with_the_prefix(self, fake: FakeS3, open_store: Open) -> None:
-        kept = {
+    def test_a_listing_has_exactly_what_starts_with_the_prefix(self, fake: FakeS3, open_store: Open) -> None:
+        others = {
             "prod/blocks/ns/e2/c": b"x",
             "prod/blocks/ns/e10/d": b"x",
             "prod/documents/e1": b"x",
             "other/blocks/ns/e1/a": b"x",
         }
-        fake.objects |= {"prod/blocks/ns/e1/a": b"x", "prod/blocks/ns/e1/b": b"x"} | kept
-        assert open_store().reclaim("ns/e1/") == 2
-        assert fake.objects == kept
+        fake.objects |= {"prod/blocks/ns/e1/a": b"x", "prod/blocks/ns/e1/b": b"x"} | others
+        assert list(open_store().list_places("ns/e1/")) == [["ns/e1/a", "ns/e1/b"]]
 
-    def test_reclaim_takes_a_prefix_that_ends_within_a_name(self, fake: FakeS3, open_store: Open) -> None:
+    def test_a_listing_takes_a_prefix_that_ends_within_a_name(self, fake: FakeS3, open_store: Open) -> None:
         fake.objects |= {"prod/blocks/ns/e1/a": b"x", "prod/blocks/ns/e2/b": b"x"}
-        assert open_store().reclaim("ns/e1") == 1
-        assert list(fake.objects) == ["prod/blocks/ns/e2/b"]
+        assert list(open_store().list_places("ns/e1")) == [["ns/e1/a"]]
 
     def test_a_place_outside_the_prefix_cannot_be_named(self, fake: FakeS3, open_store: Open) -> None:
         fake.objects["secret"] = b"x"

@@ -10,11 +10,12 @@ import valkey
 
 from examples.valkey_server import ValkeyServer
 from tests.patience import PATIENT
+from tests.tiers.shared_tier import SharedTierTests
 from tiering.medium.block_store import Place
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_rig import TierRig
-from tiering.testing.tier_tests import K, TierTests
+from tiering.testing.tier_tests import K
 from tiers.valkey.tier import VALKEY_TIER, ValkeyOptions, ValkeyStore
 
 _prefixes = itertools.count()
@@ -61,24 +62,12 @@ class TestStore(_Served, BlockStoreTests):
         return lambda: self.raw.config_set("min-replicas-to-write", 0)
 
 
-class TestTier(_Served, TierTests):
-    shared = True
-
+class TestTier(_Served, SharedTierTests):
     def make_tier(self, context: TierContext) -> SecondaryTierManager:
         return VALKEY_TIER.build(self.options, context)
 
     def raw_places(self) -> Sequence[Place]:
         return [name.decode().removeprefix(self._name("")) for name in self.raw.keys(f"{self._name('')}*")]
-
-    def test_two_engines_share_a_server(self) -> None:
-        one, two = self.make_rig().open(), self.make_rig().open()
-        try:
-            one.store(K[:6])
-            assert two.lookup(K[:8]) == 6
-            assert two.load(K[:6]) == K[:6]
-        finally:
-            one.close()
-            two.close()
 
     def test_a_broken_block_is_removed_and_can_be_stored_again(self, rig: TierRig) -> None:
         rig.store(K[:1])

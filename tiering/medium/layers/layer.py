@@ -46,7 +46,7 @@ def _delegate(name: str) -> None:
 
 
 for _name in (
-    *("open", "close", "delete", "probe", "read_again", "delete_version", "settle", "reclaim", "prove_damage"),
+    *("open", "close", "delete", "probe", "read_again", "delete_version", "settle", "prove_damage"),
     *("read_document", "write_document", "list_documents", "create_document", "remove_document"),
 ):
     _delegate(_name)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiering import ConfigError, PermanentStoreError, StoreError
@@ -57,17 +57,10 @@ class _Keys:
     access_key: str
     secret_key: str
     token: str | None
-    renewing: bool
+    renewing: bool = field(compare=False)
     """True if boto3 renews these credentials before they expire."""
-    found_at: float
+    found_at: float = field(compare=False)
     """Time of the lookup, in monotonic seconds."""
-
-    def same(self, other: _Keys | None) -> bool:
-        return other is not None and (self.access_key, self.secret_key, self.token) == (
-            other.access_key,
-            other.secret_key,
-            other.token,
-        )
 
 
 class CredentialSource:
@@ -147,7 +140,7 @@ class CredentialSource:
         """
         before = self._known
         try:
-            return not self._find(afresh=True).same(before)
+            return self._find(afresh=True) != before
         except StoreError as error:
             logger.debug("credentials could not be looked up again: %s", error)
             return False
