@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiering.api.manager import OffloadingEvent
+from tiering.block_tier import event_log
 from tiering.block_tier.event_log import EventLog
 from tiering.secondary.contract import MAX_EVENTS, Distance
 from tiering.testing.keys import keys_of
@@ -37,8 +38,9 @@ def test_a_shared_medium_announces_removals_of_what_was_announced_only() -> None
     ]
 
 
-def test_a_shared_medium_takes_back_what_it_can_no_longer_remember() -> None:
-    log = EventLog("s3", "network", enabled=True, shared=True, max_announced=3)
+def test_a_shared_medium_takes_back_what_it_can_no_longer_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_ANNOUNCED", 3)
+    log = EventLog("s3", "network", enabled=True, shared=True)
     log.stored(K[:3])
     log.stored(K[3:5])
     assert list(log.take())[-1] == OffloadingEvent(K[:2], "STORAGE", "REMOTE", "s3", removed=True)
@@ -56,7 +58,6 @@ def test_a_shared_medium_announces_once_what_is_stored_read_or_stored_again() ->
 
 def test_a_medium_of_our_own_knew_what_is_read() -> None:
     log = EventLog("local", "machine", enabled=True, shared=False)
-    assert not log.announces_read
     log.read(K[:2])
     assert list(log.take()) == []
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from tests.block_tier.fakes import FakeIo, FakeStore, make_context, make_namespace
 from tests.epochs.common import find_common
-from tiering.api.request import ReqContext
 from tiering.block_tier.service import IN_USE_SECONDS, TierService
-from tiering.block_tier.transfers import FailureLog
 from tiering.epochs.documents import EpochDocument, epoch_document
 from tiering.epochs.driver import begin_common
 from tiering.epochs.opener import Opener
 from tiering.epochs.state import Entered
-from tiering.errors import CorruptBlockError, DeviceError, InUseError, OverdueError, StoreError, TemporaryStoreError
-from tiering.medium.block_store import Done, Outcome
-from tiering.medium.layers.breaker import BreakerOpenError
-from tiering.secondary.contract import TransferJob
+from tiering.errors import InUseError, StoreError, TemporaryStoreError
 from tiering.secondary.options import BreakerOptions
-from tiering.secondary.tier_stats import TierStats
 from tiering.testing.clock import FakeClock
 
 NAMESPACE = make_namespace()
@@ -285,46 +278,3 @@ def test_an_epoch_admits_processes_of_its_revision_only(
     document = EpochDocument.of(NAMESPACE.next_epoch(), revision, private=private)
     assert document.admits(NAMESPACE, asked) is admitted
     assert not document.admits(make_namespace("another model"), asked)
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
-
-
-def job(job_id: int, outcomes: list[Outcome], *, load: bool = True) -> TransferJob:
-    ended = TransferJob(job_id, (), np.arange(0), load, ReqContext("r"))
-    ended.outcomes = outcomes
-    return ended
-
-
-def test_failures_are_counted_and_the_line_names_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    stats = TierStats()
-    log = FailureLog("disk", stats, FakeClock())
-    outcomes: list[Outcome] = [
-        Done.DONE,
-        CorruptBlockError("torn"),
-        DeviceError("bad sector"),
-        TemporaryStoreError("x"),
-    ]
-    log.note(job(41, outcomes))
-    assert (stats.corrupt_blocks, stats.device_errors) == (1, 1)
-    (line,) = caplog.messages
-    assert line == "tier disk: 2 block(s) were not loaded, the last one (of job 41) because: x"
-
-
-def test_failures_that_others_log_are_counted_without_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    stats = TierStats()
-    log = FailureLog("disk", stats, FakeClock())
-    log.note(job(1, [CorruptBlockError("torn"), OverdueError("late"), BreakerOpenError("open"), Done.ABSENT]))
-    assert stats.corrupt_blocks == 1
-    assert caplog.messages == []
-
-
-def test_one_line_in_a_while_stands_for_all_failures_since(caplog: pytest.LogCaptureFixture) -> None:
-    clock = FakeClock()
-    log = FailureLog("disk", TierStats(), clock)
-    for number in range(3):
-        log.note(job(number, [TemporaryStoreError(f"failure {number}")], load=False))
-    assert len(caplog.messages) == 1
-    clock.advance(60.0)
-    log.note(job(3, [TemporaryStoreError("failure 3")], load=False))
-    assert caplog.messages[1] == "tier disk: 3 block(s) were not stored, the last one (of job 3) because: failure 3"

@@ -13,7 +13,10 @@ from tiering.table.disposal import DISPOSAL, Table
 from tiering.table.events import EventQueue
 
 MAX_ANNOUNCED = 1 << 20
-"""Largest number of keys on a shared medium that this process remembers having announced."""
+"""Largest number of keys on a shared medium that this process remembers having announced.
+
+The oldest beyond it are announced as removed.
+"""
 
 
 class EventLog:
@@ -29,19 +32,14 @@ class EventLog:
             locality "REMOTE" on the network.
         enabled: False: the log collects nothing.
         shared: True if other processes write to the medium as well.
-        max_announced: maximum number of keys remembered of a shared medium; the oldest beyond it are announced as
-            removed.
     """
 
-    def __init__(
-        self, tier: str, distance: Distance | None, *, enabled: bool, shared: bool, max_announced: int = MAX_ANNOUNCED
-    ) -> None:
+    def __init__(self, tier: str, distance: Distance | None, *, enabled: bool, shared: bool) -> None:
         self._tier = tier
         self._medium = MEDIUM_CPU if distance == "process" else MEDIUM_STORAGE
         self._locality = REMOTE if distance == "network" else LOCAL
         self._enabled = enabled
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
-        self._max_announced = max_announced
         self._events = EventQueue()
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
@@ -53,13 +51,8 @@ class EventLog:
         else:
             self._announce(self._announced, keys)
 
-    @property
-    def announces_read(self) -> bool:
-        """True if :meth:`read` has any effect: only a shared medium can hold blocks unknown to this process."""
-        return self._enabled and self._announced is not None
-
     def read(self, keys: Sequence[OffloadKey]) -> None:
-        """Announce that ``keys``, which other processes may have stored, were read from the medium."""
+        """Announce that ``keys`` were read from the medium, if it is shared: others may have stored them."""
         if self._enabled and self._announced is not None:
             self._announce(self._announced, keys)
 
@@ -105,7 +98,7 @@ class EventLog:
         new = [key for key in keys if key not in announced]
         self._add(new, removed=False)
         announced.update(zip(new, repeat(None), strict=False))
-        surplus = len(announced) - self._max_announced
+        surplus = len(announced) - MAX_ANNOUNCED
         if surplus > 0:
             self._add([announced.popitem(last=False)[0] for _ in range(surplus)], removed=True)
 

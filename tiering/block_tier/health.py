@@ -54,31 +54,36 @@ class HealthCheck:
         self._on_bad_places = on_bad_places
         self._writes = parts.options.admission != "none"
         self._document = _own_document() if parts.index.shared else HEALTH_DOCUMENT
-        self._reading = False
-        self._writing = False
+        self._probed: list[Breaker] = []
+        """Breakers whose probe is running."""
 
     def tick(self) -> None:
         """Start the probes that are due."""
-        reads, writes = self._io.breakers.reads, self._io.breakers.writes
-        if reads.state is not BreakerState.CLOSED and not self._reading and reads.allows():
-            self._probe_reads(reads)
-        if writes.state is not BreakerState.CLOSED and not self._writing and writes.allows():
-            self._probe_writes(writes)
+        breakers = self._io.breakers
+        for breaker, probe in ((breakers.reads, self._probe_reads), (breakers.writes, self._probe_writes)):
+            closed = breaker.state is BreakerState.CLOSED
+            if not closed and breaker not in self._probed and breaker.allows() and breaker.admit():
+                self._probed.append(breaker)
+                probe(breaker)
+
+    def _run(self, breaker: Breaker, probe: Callable[[], None], ended: Callable[[], None] = lambda: None) -> None:
+        """Run ``probe`` on the I/O side, then call ``ended``, and record the result in the breaker."""
+
+        def done(result: None, error: BaseException | None) -> None:
+            self._probed.remove(breaker)
+            ended()
+            if error is None:
+                breaker.record_success()
+            else:
+                breaker.record_failure(error)
+
+        self._io.run(IoTask("health", probe, done))
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
     def _probe_reads(self, breaker: Breaker) -> None:
-        failed = breaker.failed_blocks[-PROBE_BLOCKS:]
-        if not breaker.admit():
-            return
-        self._reading = True
-        blocks = [*failed, *self._index.sample(PROBE_BLOCKS)]
-
-        def ended(result: None, error: BaseException | None) -> None:
-            self._reading = False
-            _record(breaker, error)
-
-        self._io.run(IoTask("health", lambda: self._read(blocks), ended))
+        blocks = [*breaker.failed_blocks[-PROBE_BLOCKS:], *self._index.sample(PROBE_BLOCKS)]
+        self._run(breaker, lambda: self._read(blocks))
 
     def _read(self, blocks: Sequence[tuple[bytes, Place]]) -> None:
         """Read ``blocks`` on the I/O side until one is sound or absent.
@@ -110,21 +115,15 @@ class HealthCheck:
     # ----------------------------------------------------------------------------------------------------------- writes
 
     def _probe_writes(self, breaker: Breaker) -> None:
-        if not breaker.admit():
-            return
-        self._writing = True
         slots = self._index.borrow(PROBE_BLOCKS)
         outcomes: dict[Place, Done | StoreError] = {}
 
-        def ended(result: None, error: BaseException | None) -> None:
-            self._writing = False
+        def ended() -> None:
             self._index.give_back()
-            bad = [slot for slot, outcome in outcomes.items() if isinstance(outcome, DeviceError)]
-            if bad:
+            if bad := [slot for slot, outcome in outcomes.items() if isinstance(outcome, DeviceError)]:
                 self._on_bad_places(bad)
-            _record(breaker, error)
 
-        self._io.run(IoTask("health", lambda: self._write(slots, outcomes), ended))
+        self._run(breaker, lambda: self._write(slots, outcomes), ended)
 
     def _write(self, slots: Sequence[Place], outcomes: dict[Place, Done | StoreError]) -> None:
         """Write into ``slots`` until one write succeeds, and record each outcome; on the I/O side.
@@ -222,10 +221,3 @@ def _own_document() -> str:
     """Return a name that no other process uses: two probes at once would have written one document."""
     host = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())[:40]
     return f"{HEALTH_DOCUMENT}-{host}-{os.getpid()}"
-
-
-def _record(breaker: Breaker, error: BaseException | None) -> None:
-    if error is None:
-        breaker.record_success()
-    else:
-        breaker.record_failure(error)

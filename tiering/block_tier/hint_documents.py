@@ -1,4 +1,4 @@
-"""The part of a block tier that writes and reads hints beside the blocks: hot keys, and descriptions for KV events."""
+"""The part of a block tier that writes and reads hints: hot keys, and descriptions for KV events."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Admission:
         return () if self._stores is None else self._but_fills(keys)
 
     def _but_fills(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return ``keys`` without declined fills: no touch makes these wanted, even if a store was declined, too."""
+        """Return ``keys`` without declined fills, which no touch makes wanted."""
         return keys if self._fills is None else self._fills.others(keys)
 
     def may_be_offered(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:

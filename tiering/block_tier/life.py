@@ -88,7 +88,8 @@ class TierLife:
         self._record = None if index.shared else EpochRecord(parts, self._opener, lambda: jobs.stored)
         self._lease = Lease(parts)
         self._watch = EpochWatch(parts, self._opener.history, self._found)
-        self._service = TierService(context, self._opener, io, options.breaker, self._entered)
+        self.service = TierService(context, self._opener, io, options.breaker, self._entered)
+        """Service of the tier, which opens the medium and enters epochs."""
         self._health = HealthCheck(parts, hooks.retire)
         self._namespace = context.namespace
         self._closed = False
@@ -104,28 +105,13 @@ class TierLife:
         """True if the tier must not be used before the manager has dropped all older blocks."""
         self._agreement.join(self)
 
-    @property
-    def error(self) -> BaseException | None:
-        """Reason why the last attempt to open the medium failed; None if none has failed."""
-        return self._service.error
-
-    @property
-    def attempting(self) -> bool:
-        """True while an attempt to open the medium, or to enter an epoch, runs on the I/O side."""
-        return self._service.running
-
-    @property
-    def failed_attempts(self) -> int:
-        """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
-        return self._service.failures
-
     def tick(self, now: float) -> None:
         """Start the work that is due at ``now``, and count overdue jobs.
 
         The tier calls this method several times per step. Where nothing is due, a comparison replaces the call.
         """
-        if not self._service.in_service:
-            self._service.tick(now)
+        if not self.service.in_service:
+            self.service.tick(now)
         if now >= self._lease.due:
             self._lease.tick(now)
         if self._record is not None and self._record.written is not self._agreement.met:
@@ -149,7 +135,7 @@ class TierLife:
     def _refresh(self) -> None:
         """Cache for the hot path if the tier answers lookups and takes stores, in two attributes."""
         self.serving = (
-            self._service.in_service
+            self.service.in_service
             and self.namespace is not None
             and self._reads.state is BreakerState.CLOSED
             and not (self._jobs.overdue.rows and self._jobs.overdue.spent)
@@ -170,9 +156,9 @@ class TierLife:
 
     def open(self, deadline: float) -> bool:
         self._io.start(deadline, lookups=self._index.shared)
-        self._service.start()
-        self.wait(lambda: not self._service.running, deadline)
-        if self._service.running:
+        self.service.start()
+        self.wait(lambda: not self.service.running, deadline)
+        if self.service.running:
             logger.error(
                 "tier %s: opening takes longer than its deadline; the engine runs without the tier until it is open",
                 self._name,
@@ -205,11 +191,11 @@ class TierLife:
             self._intake.clear()
         finally:
             # The blocks on the medium must become foreign, whatever state the tier is in.
-            self._service.leave(target)
+            self.service.leave(target)
         self._io.drop_waiting()
         self._jobs.poll()
         waits = self._clock() < deadline
-        self.wait(lambda: self.reset_done or not self._service.running, deadline)
+        self.wait(lambda: self.reset_done or not self.service.running, deadline)
         if waits and not self.reset_done:
             logger.error(
                 "tier %s: the reset is not durable yet; the tier is out of service until the reset is durable",
@@ -221,7 +207,7 @@ class TierLife:
     @property
     def reset_done(self) -> bool:
         """True if the invalidation by the last reset is certain."""
-        return self._opener.shared or self._service.in_service
+        return self._opener.shared or self.service.in_service
 
     def shutdown(self, deadline: float) -> bool:
         """Shut the tier down until ``deadline``, and return True if it no longer touches the primary rows."""
@@ -229,7 +215,7 @@ class TierLife:
             return True
         first = not self._closing
         self._closing = True
-        self._service.stop()
+        self.service.stop()
         self._lease.hold(None)
         self._watch.watch(None)
         self.successor, self.outdated = None, False
@@ -262,13 +248,13 @@ class TierLife:
     # ----------------------------------------------------------------------------------------------------------- epochs
 
     def leave_medium(self) -> None:
-        self._service.suspend()
+        self.service.suspend()
         self._leave_epoch()
         self._io.drop_waiting()
         self._refresh()
 
     def enter_medium(self) -> None:
-        self._service.resume(self._opener.target(None) if self._was_reset else None)
+        self.service.resume(self._opener.target(None) if self._was_reset else None)
 
     def _leave_epoch(self) -> None:
         """Leave the present epoch: no result counts for it any more, and lookups find nothing."""
@@ -287,7 +273,7 @@ class TierLife:
         If blocks may be older, the tier stays in its epoch until the primary tier is empty too; the new epoch gets no
         older block.
         """
-        if self.namespace is None or self._common is None or found.epoch is None or not self._service.in_service:
+        if self.namespace is None or self._common is None or found.epoch is None or not self.service.in_service:
             return
         verdict = judge(self._common, found, self._agreement.known)
         if verdict is EpochVerdict.FOLLOW:
@@ -332,7 +318,7 @@ class TierLife:
             self._reopen()
         else:
             self._leave_epoch()
-            self._service.leave(self._successor())
+            self.service.leave(self._successor())
         self._refresh()
 
     def follow(self, deadline: float) -> bool:
@@ -369,15 +355,15 @@ class TierLife:
         common = self._opener.history.accept(common)
         self._agreement.enter(self._name, self._met(common), dropped=dropped)
         # A medium that is being opened again may have a later epoch by now, which the attempt finds.
-        if common.epoch is not None and self._service.in_service and common.covers(self._agreement.known):
+        if common.epoch is not None and self.service.in_service and common.covers(self._agreement.known):
             self._settle(Entered(self._namespace.with_epoch(common.epoch), common))
         else:
-            self._service.again()
+            self.service.again()
 
     def _reopen(self) -> None:
         """Leave the common epoch, and open the medium again in one that has all known invalidations."""
         self._drop_work()
-        self._service.again()
+        self.service.again()
 
     def _drop_work(self) -> None:
         self._leave_epoch()
@@ -400,13 +386,13 @@ class TierLife:
             self._agreement.learn(self._opener.invalidations)
             if not self._record.admits(namespace):
                 logger.warning("tier %s: its blocks may be older than a new common epoch and are dropped", self._name)
-                self._service.leave(self._successor())
+                self.service.leave(self._successor())
                 return
             self._record.keep(namespace)
         elif common is not None:
             if not common.covers(self._agreement.known):
                 # Another tier has found an invalidation while this one was opened.
-                self._service.again()
+                self.service.again()
                 return
             if not self._agreement.admits(self._name, self._met(common)):
                 logger.warning(

@@ -174,12 +174,12 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     @property
     def idle(self) -> bool:
         """True if no job runs and the medium is not being opened."""
-        return not self._jobs.running and not self._life.attempting
+        return not self._jobs.running and not self._life.service.running
 
     @property
     def failed_attempts(self) -> int:
         """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
-        return self._life.failed_attempts
+        return self._life.service.failures
 
     def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
@@ -262,13 +262,13 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         if self._life.storing:
             self._jobs.store(job)
         else:
-            self._jobs.drop_store(job)
+            self._jobs.refuse(job)
 
     def submit_load(self, job: TransferJob) -> None:
         if self._life.serving:
             self._jobs.load(job)
         else:
-            self._jobs.fail_load(job)
+            self._jobs.refuse(job)
 
     def get_finished(self) -> Iterable[JobResult]:
         self._jobs.poll()
@@ -342,7 +342,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
 
     def open(self, deadline: float) -> bool:
         serving = self._life.open(deadline)
-        self.open_error = self._life.error
+        self.open_error = self._life.service.error
         return serving
 
     def drain(self, deadline: float) -> bool:

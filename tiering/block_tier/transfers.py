@@ -24,7 +24,6 @@ from tiering.medium.block_store import Done, Place
 from tiering.medium.layers.breaker import BreakerOpenError
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import JobResult, TransferJob
-from tiering.secondary.tier_stats import TierStats
 
 logger = logging.getLogger("kv_tiering.tier")
 
@@ -45,7 +44,7 @@ class BlockTransfers:
         num_rows = context.primary_view.shape[0] if context.primary_view.shape else 0
         self.overdue = OverdueLoads(int(num_rows * parts.options.primary_share))
         """Loads past their deadline."""
-        self._failures = FailureLog(context.name, parts.stats, context.clock)
+        self._failure_lines = RateLimit(_LOG_PERIOD, context.clock)
         self._name = context.name
         self._clock = context.clock
         self._load_deadline, self._store_deadline = parts.options.longest_load, parts.options.deadline
@@ -165,9 +164,12 @@ class BlockTransfers:
             self._stats.stores_dropped += len(job.moved)
             self._finish(job, ())
 
-    def drop_store(self, job: TransferJob) -> None:
-        """End a store at once, because the tier takes no stores."""
-        self._stats.stores_dropped += len(job.keys)
+    def refuse(self, job: TransferJob) -> None:
+        """End a job at once, because the tier is out of service, or takes no stores."""
+        if job.is_promotion:
+            self._stats.promotions_failed += len(job.keys)
+        else:
+            self._stats.stores_dropped += len(job.keys)
         self._finish(job, ())
 
     def load(self, job: TransferJob) -> None:
@@ -192,11 +194,6 @@ class BlockTransfers:
         job.move(keys, rows, known, sizes)
         self.overdue.begin(job)
         self._submit(job)
-
-    def fail_load(self, job: TransferJob) -> None:
-        """End a load at once, because the tier is out of service."""
-        self._stats.promotions_failed += len(job.keys)
-        self._finish(job, ())
 
     def _submit(self, job: TransferJob) -> None:
         if not job.is_promotion:
@@ -313,8 +310,29 @@ class BlockTransfers:
         else:
             self._end_store(job, arrived, keys, now)
         if current and failed:
-            self._failures.note(job)
+            self._note_failures(job)
         self._finish(job, [*job.held, *keys] if current and job.held else keys)
+
+    def _note_failures(self, job: TransferJob) -> None:
+        """Count the failed blocks of a job, and log the last reason.
+
+        The I/O side itself logs corrupt blocks, and the breaker logs outages.
+        """
+        errors = [outcome for outcome in job.outcomes if isinstance(outcome, StoreError)]
+        self._stats.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
+        self._stats.device_errors += sum(isinstance(error, DeviceError) for error in errors)
+        others = [
+            error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
+        ]
+        if others and (events := self._failure_lines.admit(len(others))):
+            logger.warning(
+                "tier %s: %d block(s) were %s, the last one (of job %d) because: %s",
+                self._name,
+                events,
+                "not loaded" if job.is_promotion else "not stored",
+                job.job_id,
+                others[-1],
+            )
 
     def _end_store(self, job: TransferJob, arrived: list[bool], stored: Sequence[OffloadKey], now: float) -> None:
         self._stores -= 1
@@ -340,8 +358,7 @@ class BlockTransfers:
                 self._io.breakers.reads.record_failure(
                     f"a load of {waited} blocks was not taken up within {self._load_deadline:g} s"
                 )
-        if self._events.announces_read:
-            self._events.read(loaded)
+        self._events.read(loaded)
         lost = [False] * len(outcomes)
         if not all_done:
             lost = [
@@ -409,36 +426,3 @@ class OverdueLoads:
         Loads never use more rows than this share, so the count cannot exceed it.
         """
         return self.rows >= self.limit_rows
-
-
-class FailureLog:
-    """Counts failed blocks and logs the reasons.
-
-    The I/O side itself logs corrupt blocks, and the breaker logs outages.
-    """
-
-    def __init__(self, name: str, stats: TierStats, clock: Callable[[], float]) -> None:
-        self._name = name
-        self._stats = stats
-        self._lines = RateLimit(_LOG_PERIOD, clock)
-
-    def note(self, job: TransferJob) -> None:
-        """Record that ``job`` has ended, and not all of its blocks were moved."""
-        errors = [outcome for outcome in job.outcomes if isinstance(outcome, StoreError)]
-        if not errors:
-            return
-        self._stats.corrupt_blocks += sum(isinstance(error, CorruptBlockError) for error in errors)
-        self._stats.device_errors += sum(isinstance(error, DeviceError) for error in errors)
-        others = [
-            error for error in errors if not isinstance(error, (CorruptBlockError, OverdueError, BreakerOpenError))
-        ]
-        if others and (events := self._lines.admit(len(others))):
-            what = "not loaded" if job.is_promotion else "not stored"
-            logger.warning(
-                "tier %s: %d block(s) were %s, the last one (of job %d) because: %s",
-                self._name,
-                events,
-                what,
-                job.job_id,
-                others[-1],
-            )

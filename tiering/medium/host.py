@@ -144,7 +144,6 @@ class IoHost:
         self._announce = context.news.announce
         self._lock = threading.Lock()
         self._submitted = 0
-        self._reported = 0
         self._finished = 0
         self._unexpected = RateLimit(LOG_PERIOD, clock)
         self._hanging = RateLimit(_LOG_PERIOD, clock)
@@ -152,11 +151,6 @@ class IoHost:
         """True if a lack of threads that lasts has been logged."""
 
     # ------------------------------------------------------------------------------------------- the scheduler's thread
-
-    @property
-    def in_flight(self) -> int:
-        """Number of jobs that were submitted and not yet returned by :meth:`poll`."""
-        return self._submitted - self._reported
 
     @property
     def load_depth(self) -> int:
@@ -216,7 +210,6 @@ class IoHost:
                 task.on_done(result, error)
             except Exception:
                 _log.exception("tier %s: processing the result of task %s failed", self.name, task.name)
-        self._reported += len(jobs)
         return jobs
 
     def wait(self, timeout: float) -> bool:
@@ -237,8 +230,7 @@ class IoHost:
         return self._finished == self._submitted
 
     def drop_waiting(self) -> None:
-        while (unit := self.lanes.take_any()) is not None:
-            self._fail(unit, TemporaryStoreError("a reset came before it was begun"))
+        self._fail_waiting(TemporaryStoreError("a reset came before it was begun"))
 
     def close(self, deadline: float) -> bool:
         self.stopping.set()
