@@ -20,6 +20,7 @@ from valkey.connection import Connection
 
 from examples.valkey_server import ValkeyServer
 from tests.fake_s3 import FakeS3, Trouble
+from tests.tiers.local.rig import writes_checkpoint
 from tiering.api.keys import OffloadKey
 from tiering.api.metric import declared_metrics
 from tiering.block_tier.definition import TierDefinition
@@ -285,7 +286,7 @@ class LocalWorld(World):
 
         def written() -> bool:
             self.clock.advance(0.5)
-            return not tier.checkpoints.pending
+            return not writes_checkpoint(tier)
 
         rig.wait(written)
 

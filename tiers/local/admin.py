@@ -45,7 +45,7 @@ from tiering.tier import (
 )
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device import device_speed, probe_direct
-from tiers.local.documents import remove_durably
+from tiers.local.documents import Documents, remove_durably
 from tiers.local.layout import DIRECTORY_MODE, PAGE, parse_segment, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import DirectoryLock, contains, owner_of
@@ -56,8 +56,6 @@ SCRATCH = ".kv-tiering-scratch-"
 
 SCRATCH_SECONDS = 3600.0
 """Age in seconds from which on a scratch directory without an owner counts as left behind."""
-
-_DOCUMENT_BYTES = 1 << 20
 
 _DAMAGED = (CorruptReason.HEADER, CorruptReason.CODEC)
 """Results for a damaged header; a slot without the format's first bytes is empty."""
@@ -86,6 +84,7 @@ class LocalAdmin(TierAdmin):
         super().__init__(options, replica)
         self.directory = tier_directory(self.options.path, replica)
         self._files = Files()
+        self._documents = Documents(self.directory, self._files, DirectoryLock(self.directory))
         self._bases: dict[str, str] = {}
 
     @property
@@ -183,7 +182,7 @@ class LocalAdmin(TierAdmin):
     # --------------------------------------------------------------------------------------------------------- contents
 
     async def namespaces(self) -> list[KnownNamespace]:
-        found = known_namespaces(await asyncio.to_thread(self._documents), ())
+        found = known_namespaces(await asyncio.to_thread(self._contents), ())
         live = self.owner() is not None
         if live:
             # The engine itself may serve the epoch that it began for itself by a reset.
@@ -232,26 +231,18 @@ class LocalAdmin(TierAdmin):
             raise store_error(error, f"cannot read slot {slot} of {name}") from error
         return data[:done]
 
-    def _documents(self) -> dict[str, bytes]:
-        folder = self.directory / "documents"
-        found: dict[str, bytes] = {}
-        try:
-            names = [path.name for path in folder.iterdir()]
-        except FileNotFoundError:
-            return found
-        except OSError as error:
-            raise store_error(error, f"cannot list {folder}") from error
+    def _contents(self) -> dict[str, bytes]:
+        """Return the content of each document of a namespace.
+
+        Raises:
+            StoreError: a document cannot be read. Without it, blocks that engines serve would count as abandoned, or
+                stay in their epoch.
+        """
+        names = self._documents.names("")
         self.hot_keys = sum(hot_namespace(name) is not None for name in names)
         self.descriptions = sum(described_namespace(name) is not None for name in names)
-        for name in filter(namespace_of, names):
-            try:
-                found[name] = bytes(self._files.read_all(folder / name, _DOCUMENT_BYTES))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                # Without it, blocks that engines serve would count as abandoned, or stay in their epoch.
-                raise store_error(error, f"cannot read {folder / name}") from error
-        return found
+        found = {name: self._documents.read(name) for name in filter(namespace_of, names)}
+        return {name: content for name, content in found.items() if content is not None}
 
     def _segments(self) -> list[_Segment]:
         found: list[_Segment] = []
@@ -347,7 +338,7 @@ class LocalAdmin(TierAdmin):
         """
         ended = False
         with self._owned(dry_run=owned):
-            for name, content in self._documents().items():
+            for name, content in self._contents().items():
                 epochs = {epoch for found in known_namespaces({name: content}, ()) for epoch in found.epochs}
                 if namespace_of(name) == namespace and epochs:
                     self._bases.update(dict.fromkeys(epochs, namespace))

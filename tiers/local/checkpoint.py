@@ -30,7 +30,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,11 +160,11 @@ class CheckpointWriter:
         self._pieces += 1
         self._blocks += len(held)
 
-    def finish(self, modified: dict[int, FileState] | None = None) -> int:
+    def finish(self, modified: Mapping[int, FileState]) -> int:
         """Replace the checkpoint in the directory by the slices, at least one, atomically and durably.
 
         Args:
-            modified: state of each segment's file; default: none.
+            modified: state of each segment's file.
 
         Returns:
             The number of blocks in the checkpoint.
@@ -172,7 +172,6 @@ class CheckpointWriter:
         Raises:
             OSError: the file cannot be written.
         """
-        modified = modified or {}
         numbers = np.fromiter(modified.keys(), np.int32, len(modified))
         self._append(numbers.tobytes() + np.array(list(modified.values()), np.uint64).tobytes())
         header = _HEADER.pack(

@@ -50,11 +50,6 @@ class Checkpoints(Chore):
         """First slot that is not copied yet."""
 
     @property
-    def pending(self) -> bool:
-        """True if a checkpoint is being written or about to be written."""
-        return self.running or self.copying or (self.changed and self._clock() >= self.due)
-
-    @property
     def copying(self) -> bool:
         """True if the next step copies slots for a checkpoint."""
         return self._writer is not None and not self.running

@@ -121,20 +121,14 @@ def probe_direct(files: Files, directory: Path, segment: Path | None, *, read_on
 
 
 def _takes_direct(files: Files, path: Path, flags: int, use: Callable[[int], bool]) -> bool:
+    """Return the result of ``use`` for a descriptor with O_DIRECT; False if the file system declines O_DIRECT."""
     try:
         fd = files.open(path, flags | os.O_DIRECT)
+        try:
+            return use(fd)
+        finally:
+            files.close(fd)
     except OSError as error:
-        return _plain_only(error)
-    try:
-        return use(fd)
-    except OSError as error:
-        return _plain_only(error)
-    finally:
-        files.close(fd)
-
-
-def _plain_only(error: OSError) -> bool:
-    """Return False if the file system declines O_DIRECT with ``error``; raise any other error again."""
-    if error.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}:
-        return False
-    raise error
+        if error.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}:
+            return False
+        raise

@@ -39,7 +39,7 @@ class Room:
         self._directory = segments.directory
         self._geometry = segments.geometry
         self._files = segments.files
-        self._segments = segments
+        self.segments = segments
         self._lock = threading.Lock()
 
     def strangers(self) -> list[Path]:
@@ -47,7 +47,7 @@ class Room:
 
         The oldest comes first. They are deleted when room is needed.
         """
-        mine = {self._geometry.segment_name(number) for number in self._segments.existing()}
+        mine = {self._geometry.segment_name(number) for number in self.segments.existing()}
         found: list[tuple[float, Path]] = []
         for entry in entries_of(self._directory):
             if parse_segment(entry.name) and entry.name not in mine and not entry.is_dir(follow_symlinks=False):
@@ -73,7 +73,7 @@ class Room:
 
         Other files are not counted, because there may be very many.
         """
-        used = len(self._segments.existing()) * self._geometry.segment_bytes
+        used = len(self.segments.existing()) * self._geometry.segment_bytes
         used += sum(self._files.status(stranger).st_blocks * 512 for stranger in self.strangers())
         self.delete_strangers(used - self.capacity)
 
@@ -102,7 +102,7 @@ class Room:
         size = min(self._geometry.slot_bytes, self.capacity - used_bytes(self._directory))
         if size > 0 and self._takes(size):
             return True
-        for _ in range(max(1, len(self._segments.existing()) // _DROPPED_AT_ONCE)):
+        for _ in range(max(1, len(self.segments.existing()) // _DROPPED_AT_ONCE)):
             if not self.drop_one():
                 break
         return False
@@ -132,8 +132,8 @@ class Room:
                 logger.warning("%s is full: removing %s, which is not in use", self._directory, stranger.name)
                 self._files.unlink(stranger)
                 return True
-        dropped = self._segments.dropped
-        modified = {number: state[1] for number, state in self._segments.modified().items() if number not in dropped}
+        dropped = self.segments.dropped
+        modified = {number: state[1] for number, state in self.segments.modified().items() if number not in dropped}
         if len(modified) < 2:
             return False
         oldest = min(modified, key=lambda number: (modified[number], number))

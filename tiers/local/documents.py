@@ -138,9 +138,9 @@ class Documents:
             self._dropped_one = False
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the documents that begin with ``prefix``."""
+        """Return the names of the documents that begin with ``prefix``; none without a directory of documents."""
         with store_errors(f"cannot list {self._path}"):
-            names = [path.name for path in self._path.iterdir()]
+            names = [path.name for path in self._path.iterdir()] if self._found() is not None else []
         return [name for name in names if name.startswith(prefix) and _NAME.fullmatch(name)]
 
     def remove(self, name: str) -> None:

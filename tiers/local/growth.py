@@ -6,11 +6,12 @@ The scheduler's thread decides when; :mod:`tiers.local.new_segments` creates the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 import numpy as np
 
-from tiering.tier import Backoff, Chore, IoTask, RateLimit
+from tiering.tier import Backoff, Chore, RateLimit
 from tiers.local.new_segments import SegmentPace
 from tiers.local.store import Inspection, LocalParts
 
@@ -35,7 +36,7 @@ _LOG_PERIOD = 3600.0
 """Seconds between two lines about a disk that stays full."""
 
 
-class Growth:
+class Growth(Chore):
     """The segments of one tier, whose slots are in its index or will be.
 
     Args:
@@ -55,8 +56,9 @@ class Growth:
         recovering: Callable[[], bool],
         added: Callable[[], None],
     ) -> None:
+        waits = Backoff(RETRY_SPACE_SECONDS, RETRY_SPACE_MOST, jitter=0.0)
+        super().__init__("segment", parts.io, parts.clock, self._grow, waits)
         self._name, self._store, self._index = parts.name, parts.store, parts.index
-        self._io, self._clock = parts.io, parts.clock
         self._examine = examine
         self._places_wanted = places_wanted
         self._recovering = recovering
@@ -67,24 +69,16 @@ class Growth:
         self._per_segment = parts.store.geometry.slots_per_segment
         self._seen: set[int] = set()
         """Segments whose slots are in the index. A number that is returned again is not added again."""
-        self._pace: SegmentPace | None = None
-        self._complete = False
+        self._pace = SegmentPace()
+        """Pace of the segment that is being created."""
         self._spares_strangers = False
         """True if the next segment would cost files of another shape.
 
         The segment waits until slots are needed.
         """
-        self._no_space_until = float("-inf")
-        self._waits = Backoff(RETRY_SPACE_SECONDS, RETRY_SPACE_MOST, jitter=0.0)
-        """Waits between attempts to add a segment."""
         self._add_lines, self._write_lines = RateLimit(_LOG_PERIOD, parts.clock), RateLimit(_LOG_PERIOD, parts.clock)
         self._tidy = Chore("tidy", parts.io, parts.clock, lambda: self._tidy.run(parts.store.tidy, self._tidied))
         self._stopped = False
-
-    @property
-    def running(self) -> bool:
-        """True while a segment is being created."""
-        return self._pace is not None
 
     def begin(self, existing: tuple[int, ...], fresh: list[int]) -> None:
         """Begin with an opened directory.
@@ -99,13 +93,14 @@ class Growth:
         if existing:
             self._recovery_first_until = self._clock() + RECOVERY_FIRST_SECONDS
         self._tidy.wake()
+        self.due = self._clock()
         self._grow()
 
     def tick(self, now: float) -> None:
         """Bring the directory within the capacity, and add a segment, where that is due."""
         if now >= self._tidy.due:
             self._tidy.tick(now)
-        grows = self._index.growing and self._pace is None and not self._complete and now >= self._no_space_until
+        grows = self._index.growing and not self.running and now >= self.due
         if not grows or self._index.free < max(self._per_segment, self._places_wanted()):
             self._grow()
 
@@ -113,24 +108,21 @@ class Growth:
         """Add no more segments, because the tier shuts down."""
         self._stopped = True
         self._set_growing()
-        if self._pace is not None:
-            self._pace.drop()
+        self._pace.drop()
 
     def start_over(self) -> None:
         """Drop all segments, because another directory is in place of the opened one."""
         self._seen.clear()
-        self._complete = self._spares_strangers = self._refused = self._dropped = False
-        self._waits.succeeded()
-        self._no_space_until = float("-inf")
+        self._spares_strangers = self._refused = self._dropped = False
+        self.succeeded()
+        self.due = self._clock()
         self._set_growing()
-        if self._pace is not None:
-            self._pace.drop()
+        self._pace.drop()
 
     def drop(self, number: int) -> None:
         """Drop a damaged segment; a new one takes its place."""
         self._seen.discard(number)
-        self._complete = False
-        self._set_growing()
+        self._go_on()
 
     def writes_refused(self, blocks: int, reason: str) -> None:
         """Drop segments after a while if the disk still takes no writes to slots.
@@ -150,11 +142,11 @@ class Growth:
                 RETRY_SPACE_SECONDS,
             )
         self._refused = True
-        self._wait(RETRY_SPACE_SECONDS)
+        self._go_on(RETRY_SPACE_SECONDS)
 
     def _no_segment(self, reason: str) -> None:
         """Wait before the next segment, longer each time, because the disk is full."""
-        seconds = self._waits.failed()
+        seconds = self._backoff.failed()
         if count := self._add_lines.admit():
             logger.warning(
                 "tier %s: %s; going on with %d slots; attempt %d since the last line, and the next is in %.0f s",
@@ -164,13 +156,13 @@ class Growth:
                 count,
                 seconds,
             )
-        self._wait(seconds)
+        self._go_on(seconds)
 
-    def _wait(self, seconds: float) -> None:
-        self._complete = False
+    def _go_on(self, seconds: float = 0.0) -> None:
+        """Add a segment after ``seconds``, or after the present wait, if the capacity has room for it."""
         now = self._clock()
-        if now >= self._no_space_until:
-            self._no_space_until = now + seconds
+        if self.due <= now or self.due == math.inf:
+            self.due = now + seconds
         self._set_growing()
 
     def _set_growing(self) -> bool:
@@ -179,23 +171,21 @@ class Growth:
         Returns:
             True if the capacity and the disk may have room for another segment.
         """
-        may_add = not (self._complete or self._stopped or self._clock() < self._no_space_until)
+        may_add = not self._stopped and (self._clock() >= self.due or (self.running and self.due == math.inf))
         self._index.growing = may_add or (self._recovering() and not self._stopped)
         return may_add
 
     def _grow(self) -> None:
         may_add = self._set_growing()
         free, wanted = self._index.free, self._places_wanted()
-        if self._pace is not None:
+        if self.running:
             if free < max(1, wanted):
                 self._pace.hurry()
             return
         if not may_add:
             return
         if self._refused:
-            self._pace = SegmentPace()
-            regain = IoTask("regain", lambda: (self._store.regain(), self._store.inspect()), self._regained)
-            self._io.run(regain)
+            self.run(lambda: (self._store.regain(), self._store.inspect()), self._regained)
             return
         if free >= wanted and self._recovering() and self._clock() < self._recovery_first_until:
             return
@@ -209,35 +199,35 @@ class Growth:
         def create() -> tuple[Inspection, int | None, bool]:
             inspection = store.inspect()
             number = None if inspection.moved else store.new_segments.add(pace, taken, delete=needed)
-            return inspection, number, number is None and not needed and bool(store.new_segments.room.strangers())
+            return inspection, number, number is None and not needed and bool(store.new_segments.strangers())
 
-        self._io.run(IoTask("segment", create, self._created))
+        self.run(create, self._created)
 
     def _created(self, found: tuple[Inspection, int | None, bool] | None, error: BaseException | None) -> None:
-        self._pace = None
         if found is None:
             self._no_segment(str(error))
             return
         inspection, number, self._spares_strangers = found
         if not self._examine(inspection):
             return
+        if number is None and not inspection.damaged and not self._spares_strangers:
+            # The capacity is used up: nothing is due any more.
+            self._set_growing()
+            return
+        self._go_on()
         if number is not None:
-            self._waits.succeeded()
+            self.succeeded()
             self._add(number)
             if self._index.free < self._places_wanted():
                 self._grow()
-        elif not inspection.damaged and not self._spares_strangers:
-            self._complete = True
-            self._set_growing()
 
     def _regained(self, found: tuple[bool, Inspection] | None, error: BaseException | None) -> None:
-        self._pace = None
         if found is None:
             self._no_segment(str(error))
             return
         regained, inspection = found
         if self._examine(inspection):
-            self._wait(RETRY_SPACE_SECONDS if not regained else AFTER_DROP_SECONDS if self._dropped else 0.0)
+            self._go_on(RETRY_SPACE_SECONDS if not regained else AFTER_DROP_SECONDS if self._dropped else 0.0)
             self._refused, self._dropped = not regained, not regained
 
     def _add(self, number: int) -> None:

@@ -29,12 +29,14 @@ class Inspections(Chore):
 
     def __init__(self, parts: LocalParts, examine: Callable[[Inspection], object]) -> None:
         super().__init__("inspect", parts.io, parts.clock, lambda: self.run(parts.store.inspect, self._ended))
-        self.wanted = False
-        """True makes an inspection due in the ordinary time after the last one, or now if that has passed."""
         self._name = parts.name
         self._examine = examine
         self._at = float("-inf")
         self._lines = RateLimit(_LOG_PERIOD, parts.clock)
+
+    def want(self) -> None:
+        """Inspect the directory in the ordinary time after the last inspection, or now if that has passed."""
+        self.due = min(self.due, self._at + INSPECT_SECONDS)
 
     def hurry(self, *, now: bool = False) -> None:
         """Inspect the directory soon after the last inspection, for a reason.
@@ -42,21 +44,11 @@ class Inspections(Chore):
         Args:
             now: do not wait after the last inspection; default: False.
         """
-        self._want(0.0 if now else INSPECT_AT_ONCE_SECONDS)
-
-    def tick(self, now: float) -> None:
-        """Start an inspection that is due."""
-        if self.wanted:
-            self.wanted = False
-            self._want(INSPECT_SECONDS)
-        super().tick(now)
+        self.due = min(self.due, self._at + (0.0 if now else INSPECT_AT_ONCE_SECONDS))
 
     def note(self) -> None:
         """Note that another task has inspected the directory now."""
         self._at = self._clock()
-
-    def _want(self, within: float) -> None:
-        self.due = min(self.due, self._at + within)
 
     def _ended(self, inspection: Inspection | None, error: BaseException | None) -> None:
         self.note()
@@ -65,4 +57,4 @@ class Inspections(Chore):
             return
         if count := self._lines.admit():
             logger.warning("tier %s: %s (%d such failure(s)); it is tried again", self._name, error, count)
-        self.wanted = True
+        self.want()

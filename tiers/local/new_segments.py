@@ -79,22 +79,18 @@ class SegmentPace:
         self._hurry.set()
 
 
-class NewSegments:
-    """Creates the segments of one directory.
+class NewSegments(Room):
+    """Creates the segments of one directory, in the room that is there or that is made.
 
     Args:
         segments: the segments in use; new ones are added to them.
-        room: the room in the directory.
+        capacity: bytes of everything in the directory.
         marks: the marks of written segments.
     """
 
-    def __init__(self, segments: Segments, room: Room, marks: WrittenMarks) -> None:
-        self._segments = segments
-        self.room = room
-        self._marks = marks
-        self._directory = segments.directory
-        self._geometry = segments.geometry
-        self._files = segments.files
+    def __init__(self, segments: Segments, capacity: int, marks: WrittenMarks) -> None:
+        super().__init__(segments, capacity)
+        self.marks = marks
         self._unreserved = False
 
     def add(self, pace: SegmentPace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
@@ -110,10 +106,10 @@ class NewSegments:
         """
         try:
             number = self._next_number(taken)
-            if number is None or not self.room.make(self._geometry.segment_bytes, delete=delete):
+            if number is None or not self.make(self._geometry.segment_bytes, delete=delete):
                 return None
             # The checkpoint may name blocks of an earlier segment with this number.
-            self._marks.mark(number)
+            self.marks.mark(number)
             self._create(number, pace)
         except OSError as error:
             raise store_error(error, self._no_segment("cannot add a segment")) from error
@@ -133,9 +129,9 @@ class NewSegments:
             OutOfSpaceError: other files leave no room for a segment.
             StoreError: no segment can be created.
         """
-        segment_bytes, capacity = self._geometry.segment_bytes, self.room.capacity
+        segment_bytes, capacity = self._geometry.segment_bytes, self.capacity
         used = used_bytes_of_few(self._directory, COUNTED_AT_ONCE) or 0
-        if not self.room.delete_strangers(used + segment_bytes - capacity):
+        if not self.delete_strangers(used + segment_bytes - capacity):
             raise OutOfSpaceError(
                 f"{self._directory} holds other files, and a first segment of {segment_bytes} bytes "
                 f"does not fit into the capacity of {capacity} beside them; remove them, or raise the capacity"
@@ -175,7 +171,7 @@ class NewSegments:
         found, geometry = os.statvfs(self._directory), self._geometry
         return (
             f"{what} of {geometry.segment_bytes} bytes in {self._directory}, which has "
-            f"{len(self._segments.existing())} of {geometry.max_segments}, where {found.f_bavail * found.f_frsize} "
+            f"{len(self.segments.existing())} of {geometry.max_segments}, where {found.f_bavail * found.f_frsize} "
             "bytes are free"
         )
 
@@ -185,7 +181,7 @@ class NewSegments:
         Args:
             taken: numbers not to use.
         """
-        existing = set(self._segments.existing())
+        existing = set(self.segments.existing())
         for number in range(self._geometry.max_segments):
             if number in existing or number in taken:
                 continue
@@ -209,16 +205,16 @@ class NewSegments:
         fresh = final.with_name(final.name + FRESH)
         try:
             self._files.unlink(fresh)
-            fd = self._files.open(fresh, self._segments.flags | os.O_CREAT | os.O_EXCL)
+            fd = self._files.open(fresh, self.segments.flags | os.O_CREAT | os.O_EXCL)
             try:
                 self._reserve(fd, pace)
                 self._files.fdatasync(fd)
-                if not self._segments.direct:
+                if not self.segments.direct:
                     self._files.drop_cached(fd, 0, 0)
                 created = os.fstat(fd)
             finally:
                 self._files.close(fd)
-            self._segments.put_in_place(segment, fresh, (created.st_dev, created.st_ino))
+            self.segments.put_in_place(segment, fresh, (created.st_dev, created.st_ino))
             self._files.sync_directory(self._directory)
         except OSError:
             self._files.unlink(fresh)

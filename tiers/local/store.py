@@ -31,7 +31,6 @@ from tiering.tier import (
 )
 from tiers.local.checkpoint import WrittenMarks
 from tiers.local.device import probe_direct
-from tiers.local.directory_room import Room
 from tiers.local.documents import Documents
 from tiers.local.layout import PAGE, SegmentGeometry, mount_point
 from tiers.local.lock import DirectoryLock
@@ -98,35 +97,30 @@ class LocalStore(BatchStore):
         """Conditions of the directory that were logged and still last."""
         self._stopping = False
         self._first_pace = SegmentPace.of_first()
-        self._segments: Segments | None = None
-        self._new_segments: NewSegments | None = None
-        self._marks: WrittenMarks | None = None
+        self._parts: NewSegments | None = None
+        """Parts of the open directory."""
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
     @property
-    def segments(self) -> Segments:
-        """The segment files. Raises :class:`PermanentStoreError` unless the store is open."""
-        if self._segments is None:
+    def new_segments(self) -> NewSegments:
+        """The creation of segments. Raises :class:`PermanentStoreError` unless the store is open."""
+        if self._parts is None:
             raise PermanentStoreError(f"{self.directory} is not open")
-        return self._segments
+        return self._parts
+
+    @property
+    def segments(self) -> Segments:
+        """The segment files of the open store, as for :attr:`new_segments`."""
+        return self.new_segments.segments
 
     @property
     def marks(self) -> WrittenMarks:
-        """The marks of written segments. Raises :class:`PermanentStoreError` unless the store is open."""
-        if self._marks is None:
-            raise PermanentStoreError(f"{self.directory} is not open")
-        return self._marks
-
-    @property
-    def new_segments(self) -> NewSegments:
-        """The creation of segments. Raises :class:`PermanentStoreError` unless the store is open."""
-        if self._new_segments is None:
-            raise PermanentStoreError(f"{self.directory} is not open")
-        return self._new_segments
+        """The marks of written segments of the open store, as for :attr:`new_segments`."""
+        return self.new_segments.marks
 
     def open(self) -> None:
-        if self._segments is not None:
+        if self._parts is not None:
             return
         if self._mount is not None and not os.path.ismount(self._mount):
             raise TemporaryStoreError(
@@ -144,7 +138,7 @@ class LocalStore(BatchStore):
         except OSError as error:
             self.close()
             raise store_error(error, f"cannot open {self.directory}") from error
-        except StoreError:
+        except BaseException:
             self.close()
             raise
 
@@ -183,26 +177,23 @@ class LocalStore(BatchStore):
                 "%s does not take O_DIRECT; reads and writes go through the page cache and cost more CPU",
                 self.directory,
             )
-        room = Room(segments, self.capacity)
+        parts = self._parts = NewSegments(segments, self.capacity, WrittenMarks(segments, durable=self.durable))
         if not read_only:
-            room.remove_leftovers()
-            room.trim()
-            if strangers := room.strangers():
+            parts.remove_leftovers()
+            parts.trim()
+            if strangers := parts.strangers():
                 logger.info(
                     "%s has %d segment(s) of another shape (block size, segment_size); they stay until their room is "
                     "needed, and the oldest goes first",
                     self.directory,
                     len(strangers),
                 )
-        marks = self._marks = WrittenMarks(segments, durable=self.durable)
-        new_segments = NewSegments(segments, room, marks)
-        self.remembered, self.fresh = remember(segments, marks), []
+        self.remembered, self.fresh = remember(segments, parts.marks), []
         if not self.remembered.segments:
             pace = self._first_pace = SegmentPace.of_first()
             if self._stopping:
                 pace.drop()
-            self.fresh = new_segments.add_first(pace)
-        self._new_segments, self._segments = new_segments, segments
+            self.fresh = parts.add_first(pace)
 
     def stop(self) -> None:
         """End a running :meth:`open` early: it creates no further first segments. Any thread may call."""
@@ -232,7 +223,7 @@ class LocalStore(BatchStore):
         """
         with store_errors(f"cannot count what is in {self.directory}"):
             if not self.segments.read_only:
-                self.new_segments.room.make(0)
+                self.new_segments.make(0)
 
     def regain(self) -> bool:
         """Return True if the disk takes writes again; if not, drop some segments.
@@ -242,16 +233,13 @@ class LocalStore(BatchStore):
         """
         with store_errors(f"cannot drop a segment in {self.directory}"):
             owned = not self.segments.read_only and self.inspect().moved is None
-            return owned and self.new_segments.room.regain()
+            return owned and self.new_segments.regain()
 
     def close(self) -> None:
-        self._new_segments = None
-        segments, self._segments = self._segments, None
-        if segments is not None:
-            segments.close()
-        marks, self._marks = self._marks, None
-        if marks is not None:
-            marks.close()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.segments.close()
+            parts.marks.close()
         self._lock.release()
 
     # ------------------------------------------------------------------------------------------------------------- data
@@ -263,8 +251,8 @@ class LocalStore(BatchStore):
         for run in runs:
             touched.setdefault(self.geometry.locate(_slot(blocks[run[0]]))[0], []).extend(run)
         tickets: dict[int, int] = {}
-        if self.durable and self._segments is not None:
-            tickets = {segment: self._segments.ledger(segment).begin_write() for segment in touched}
+        if self.durable and self._parts is not None:
+            tickets = {segment: self._parts.segments.ledger(segment).begin_write() for segment in touched}
         for run in runs:
             self._put_run(blocks, run, outcomes)
         for segment, ticket in tickets.items():
@@ -309,7 +297,7 @@ class LocalStore(BatchStore):
 
         Some of their blocks are not on the device, and the kernel does not report which.
         """
-        return [] if self._segments is None else self._segments.take_suspects()
+        return [] if self._parts is None else self._parts.segments.take_suspects()
 
     def get(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.ABSENT] * len(blocks)
@@ -384,7 +372,7 @@ class LocalStore(BatchStore):
         self._documents.remove(name)
 
     def _drop_one(self) -> bool:
-        return not self.segments.read_only and self.new_segments.room.drop_one()
+        return not self.segments.read_only and self.new_segments.drop_one()
 
 
 @dataclass(frozen=True, slots=True)

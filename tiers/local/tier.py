@@ -159,15 +159,15 @@ class LocalTier(BlockTier):
         if self._life.namespace is None:
             if self.opened and not self._starting_over:
                 # A reset cannot succeed in a directory that is not there any more.
-                self._inspections.wanted = True
+                self._inspections.want()
                 self._inspections.tick(now)
             return 0.0
         breakers = self.io.breakers
         self._bad_slots.tick(now)
         # The state of a closed breaker is 0.
         if breakers.reads.state or breakers.writes.state or (recovers and feed.failing):
-            self._inspections.wanted = True
-        if self._inspections.wanted or now >= self._inspections.due:
+            self._inspections.want()
+        if now >= self._inspections.due:
             self._inspections.tick(now)
         self._growth.tick(now)
         # While recovery runs, the index does not have all blocks.
@@ -193,7 +193,7 @@ class LocalTier(BlockTier):
         if failed:
             self._inspections.hurry()
         elif not job.is_promotion:
-            self._inspections.wanted = True
+            self._inspections.want()
         suspects: list[Place] = [*self.store.take_suspects()]
         if failed:
             found = zip(job.places, job.outcomes, strict=True)

@@ -19,6 +19,13 @@ SLOT_BYTES = BLOCK_BYTES + PAGE
 CAPACITY = 1 << 20
 
 
+def writes_checkpoint(tier: LocalTier) -> bool:
+    """Return True if a checkpoint is being written or about to be written."""
+    checkpoints = tier.checkpoints
+    due = checkpoints.changed and tier.context.clock() >= checkpoints.due
+    return checkpoints.running or checkpoints.copying or due
+
+
 class LocalRig(TierRig):
     """A tier in directory ``path``, with options as in a stack file."""
 
@@ -60,7 +67,7 @@ class LocalRig(TierRig):
     def checkpoint(self) -> None:
         """Write a checkpoint now."""
         self.tier.checkpoints.request()
-        self.wait(lambda: not self.tier.checkpoints.pending)
+        self.wait(lambda: not writes_checkpoint(self.tier))
 
     def drop(self) -> None:
         """End like a killed process: no checkpoint, no cleanup."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files
+from tests.tiers.local.rig import BLOCK_BYTES, SLOT_BYTES, LocalRig, opened, segment_files, writes_checkpoint
 from tiering.api.keys import OffloadKey
 from tiering.index.slots import SlotIndex
 from tiering.medium.files import Files
@@ -191,7 +191,7 @@ def test_a_tier_rests_while_a_slice_of_a_checkpoint_is_written(tmp_path: Path, m
         rig.wait(lambda: rig.step().rest > 0)
         rig.tier.checkpoints.request()
         assert rig.step().rest > 0
-        rig.wait(lambda: not rig.tier.checkpoints.pending)
+        rig.wait(lambda: not writes_checkpoint(rig.tier))
         checkpoint = read_checkpoint(tmp_path, rig.tier.store.geometry)
         assert isinstance(checkpoint, Checkpoint)
         assert len(checkpoint) == 20
@@ -226,7 +226,7 @@ def test_blocks_in_flight_while_the_checkpoint_is_taken_are_not_lost(tmp_path: P
             rig.submit_store(K[start : start + 6], first_row=start)
             rig.tier.checkpoints.request()
             rig.tier.on_schedule_end()
-        rig.wait(partial(lambda tier: tier.idle and not tier.checkpoints.pending, rig.tier))
+        rig.wait(partial(lambda tier: tier.idle and not writes_checkpoint(tier), rig.tier))
         stored = rig.held(K[:60])
         assert len(stored) > 30
         rig.drop()
@@ -497,7 +497,7 @@ def test_keys_of_different_lengths_come_back_from_a_checkpoint(tmp_path: Path) -
     writer = CheckpointWriter(Segments(tmp_path, geometry, Files()), bytes(16), 1, 7)
     for start in range(0, 16, 5):
         writer.add(index.slice(start, min(start + 5, 16)))
-    writer.finish()
+    writer.finish({})
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     found = {
@@ -610,7 +610,7 @@ def test_an_empty_checkpoint_is_read_as_such(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 1)
     writer = CheckpointWriter(Segments(tmp_path, geometry, Files()), bytes(16), 1, 7)
     writer.add(SlotIndex(16).slice(0, 16))
-    assert writer.finish() == 0
+    assert writer.finish({}) == 0
     checkpoint = read_checkpoint(tmp_path, geometry)
     assert not isinstance(checkpoint, str)
     assert len(checkpoint) == 0
