@@ -55,7 +55,9 @@ class SharedAdmin(TierAdmin):
         self._store.close()
 
     def document_ages(self) -> Mapping[str, float]:
-        """Return the age of each document in seconds; 0 (default) on a medium that drops those that count no more.
+        """Return the age of each document in seconds, by name.
+
+        The default is 0 for each, for a medium that itself drops documents that count no more.
 
         Raises:
             StoreError: the documents cannot be listed.

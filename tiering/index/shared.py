@@ -49,7 +49,7 @@ REFUSED_SECONDS = 3600.0
 
 
 _PLACE = re.compile(r"([0-9a-f]{32})/([0-9a-f]{32})/(?:[0-9a-f]{2}/)?((?:[0-9a-f]{2})+)(?:\.[1-9])?")
-"""Place of a block, with the number of a second name perhaps; some older ones lack the digits that spread the names."""
+"""Place of a block, perhaps without the digits that spread names, or with the number of a second name."""
 
 
 class NamedPlace(NamedTuple):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from tiering import ConfigError, PermanentStoreError, StoreError, TemporaryStoreError
 from tiering.tier import BlockTierOptions, Duration, SharedOptions, Size, Transfers
@@ -57,6 +57,18 @@ _BUFFER_BYTES = 16 << 20
 _EXIT_SECONDS = 10.0
 
 
+def _metadata(address: str) -> str:
+    if address != "P2PHANDSHAKE" and "://" not in address:
+        raise ValueError("metadata is P2PHANDSHAKE or an address like http://host:8080/metadata or etcd://host:2379")
+    return address
+
+
+def _segment(size: int) -> int:
+    if size < LEAST_SEGMENT:
+        raise ValueError(f"segment_size {size} is below the {LEAST_SEGMENT >> 20} MiB of a segment; raise it")
+    return size
+
+
 class MooncakeOptions(BlockTierOptions, SharedOptions):
     """The options of the Mooncake tier.
 
@@ -76,7 +88,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     """The tier's type in a stack file."""
     master: Annotated[str, Field(pattern=r"^[^\s/@:]+:\d{1,5}$|^\[[0-9a-fA-F:.]+\]:\d{1,5}$")]
     """Address of Mooncake's master, written like ``10.0.0.1:50051`` or ``[::1]:50051``."""
-    metadata: str = "P2PHANDSHAKE"
+    metadata: Annotated[str, AfterValidator(_metadata)] = "P2PHANDSHAKE"
     """Address of Mooncake's metadata server; default "P2PHANDSHAKE": addresses are exchanged."""
     host: str | None = None
     """Name or address of this machine for the others; default: its address towards the master."""
@@ -84,7 +96,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     """Transport of the blocks; default "tcp"."""
     devices: str = ""
     """Names of the RDMA devices, separated by commas; default: Mooncake's choice."""
-    segment_size: Size | None = None
+    segment_size: Annotated[Size, AfterValidator(_segment)] | None = None
     """Memory that this engine gives to the pool, in bytes, at least 16 MiB; None (default): none.
 
     The memory is beside ``primary.capacity``, and its blocks are lost when the engine ends. Processes of
@@ -117,22 +129,6 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
     The longest is 30. The first Mooncake tier of a process decides for all. The variables MC_RPC_TIMEOUT_MS and
     MC_TCP_PROGRESS_TIMEOUT_SEC of the environment come first.
     """
-
-    @field_validator("metadata")
-    @classmethod
-    def _check_metadata(cls, metadata: str) -> str:
-        if metadata != "P2PHANDSHAKE" and "://" not in metadata:
-            raise ValueError(
-                "metadata is P2PHANDSHAKE or an address like http://host:8080/metadata or etcd://host:2379"
-            )
-        return metadata
-
-    @field_validator("segment_size")
-    @classmethod
-    def _check_segment(cls, size: int | None) -> int | None:
-        if size is not None and size < LEAST_SEGMENT:
-            raise ValueError(f"segment_size {size} is below the {LEAST_SEGMENT >> 20} MiB of a segment; raise it")
-        return size
 
     @property
     def location(self) -> str:

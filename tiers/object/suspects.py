@@ -22,19 +22,16 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from xxhash import xxh3_128
 
 from tiering import PermanentStoreError
 from tiering.tier import HOT, HOT_SECONDS, Place, RawBlock, Settlement
 from tiers.object.bucket_options import SETTLEMENTS, SUSPECTS
-
-if TYPE_CHECKING:
-    from tiers.object.store import ObjectStore
 
 APART = 60.0
 """Seconds by the service's clock between a note and its confirmation, at least."""
@@ -139,6 +136,20 @@ class Note:
         return cls(place, object_version, content, Machine((names[0], names[1], names[2])))
 
 
+class NoteStore(Protocol):
+    """The part of :class:`tiers.object.store.ObjectStore` that notes need."""
+
+    def read_document(self, name: str) -> bytes | None: ...
+
+    def write_document(self, name: str, data: bytes) -> None: ...
+
+    def create_document(self, name: str, data: bytes) -> bytes | None: ...
+
+    def remove_documents(self, names: Sequence[str]) -> None: ...
+
+    def document_times(self) -> Mapping[str, float]: ...
+
+
 class Suspects:
     """The notes and settlements of one process. Threads of the I/O side call it.
 
@@ -150,7 +161,7 @@ class Suspects:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: NoteStore,
         delete: Callable[[str, str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -22,7 +22,6 @@ from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import K
 from tiers.object import S3Options
 from tiers.object.command import ObjectAdmin
-from tiers.object.store import ObjectStore
 from tiers.object.suspects import BUDGET, MOST_BLOCKS, MOST_NAMES, NOTE_SECONDS, Machine, Note, SecondNames, Suspects
 
 NO_DIGEST = {"sse": "aws:kms"}
@@ -262,7 +261,7 @@ def test_a_machine_whose_path_changes_epoch_documents_begins_no_epoch(fake: Fake
     assert make().open().load(K[:4]) == K[:4]
 
 
-class Documents(ObjectStore):
+class Documents:
     """Notes and settlements in memory, whose listings begin when all machines have written."""
 
     def __init__(self, machines: int) -> None:

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urljoin, urlsplit
 
+from botocore.awsrequest import AWSRequest
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.httpsession import URLLib3Session
+from botocore.utils import get_environ_proxies
 from obstore.store import S3Store
 
 from tiering import PermanentStoreError, TemporaryStoreError
@@ -122,8 +126,6 @@ class S3Cloud(Cloud):
 
         boto3 sends the request: S3 refuses a copy onto itself that changes nothing, and obstore's changes nothing.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
         with self._copies_lock:
             if self._copies is None:
                 self._copies = make_client(self.options, self._credentials)
@@ -200,11 +202,6 @@ def check_token(options: S3Words, credentials: CredentialSource) -> None:
 
 def _redirection(options: S3Words, url: str) -> str | None:
     """Return the address to which ``url`` redirects; None if it does not, or does not answer."""
-    from botocore.awsrequest import AWSRequest
-    from botocore.exceptions import BotoCoreError, HTTPClientError
-    from botocore.httpsession import URLLib3Session
-    from botocore.utils import get_environ_proxies
-
     session = URLLib3Session(
         verify=verification(options),
         proxies=get_environ_proxies(url),

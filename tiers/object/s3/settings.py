@@ -8,6 +8,9 @@ import email.utils
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
 from tiering import PermanentStoreError
 from tiering.tier import HOT, Finding, Severity
 from tiers.object.bucket_options import BLOCKS, DOCUMENTS, S3Words
@@ -31,8 +34,6 @@ def probe_settings(options: S3Words, credentials: CredentialSource, *, writes: b
         credentials: source of the credentials for boto3.
         writes: True if the tier stores blocks.
     """
-    from botocore.exceptions import BotoCoreError, ClientError
-
     try:
         client = make_client(options, credentials)
     except (BotoCoreError, PermanentStoreError) as error:
@@ -99,8 +100,6 @@ def _versioning_finding(versioning: str, *, cleaned: bool) -> Finding:
 
 def _object_lock_findings(client: Any, bucket: str) -> Iterator[Finding]:
     """Yield a finding if the bucket has object lock; an error of the service counts as none."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
     try:
         found = client.get_object_lock_configuration(Bucket=bucket).get("ObjectLockConfiguration", {})
     except (BotoCoreError, ClientError):
@@ -133,8 +132,6 @@ def make_client(options: S3Words, credentials: CredentialSource) -> Any:
     Raises:
         PermanentStoreError: the profile does not exist.
     """
-    from botocore.config import Config
-
     session = credentials.session()
     timeout = min(options.request_timeout, options.deadline)
     return session.client(
@@ -162,8 +159,6 @@ def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str
         blocks: prefix of all block objects.
         documents: prefix of all documents; no rule may let them expire.
     """
-    from botocore.exceptions import BotoCoreError, ClientError
-
     days = options.ttl_days
     if days is None:
         return None
@@ -196,8 +191,6 @@ def check_lifecycle(options: S3Words, credentials: CredentialSource, blocks: str
 
 
 def _read_rules(client: Any, bucket: str) -> list[dict[str, Any]]:
-    from botocore.exceptions import ClientError
-
     try:
         return list(client.get_bucket_lifecycle_configuration(Bucket=bucket).get("Rules", ()))
     except ClientError as error:
@@ -208,8 +201,6 @@ def _read_rules(client: Any, bucket: str) -> list[dict[str, Any]]:
 
 def _keeps_versions(client: Any, bucket: str) -> bool:
     """Return True if the bucket keeps old versions; a suspended bucket keeps those from before."""
-    from botocore.exceptions import ClientError
-
     try:
         return client.get_bucket_versioning(Bucket=bucket).get("Status") in {"Enabled", "Suspended"}
     except ClientError:
