@@ -20,6 +20,7 @@ from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpe
 from tiering.copy.batch import find_batch_copy
 from tiering.copy.canonical import canonicalize
 from tiering.copy.cuda import CudaCopyHandler
+from tiering.copy.cudart import maps_registered_memory
 from tiering.copy.host import Direction
 from tiering.copy.layout import RowLayout
 from tiering.copy.pages import PageKernel
@@ -47,8 +48,10 @@ def compare(bench: Bench, page_bytes: int, kernel: PageKernel, device: str = "cu
     region = SharedRegion.create(rows, layout.row_bytes)
     pinned = PinnedRows(region.array, cuda)
     batch = find_batch_copy() if api is None else None
+    maps_rows = api is None and maps_registered_memory(torch.device(device))
     handlers = {
-        direction: CudaCopyHandler(canonical, pinned, layout, direction, kernel, batch=batch) for direction in Direction
+        direction: CudaCopyHandler(canonical, pinned, layout, direction, kernel, batch=batch, maps_rows=maps_rows)
+        for direction in Direction
     }
     random = np.random.default_rng(0)
     gpu_ids = 1 + random.permutation(blocks - 1)[:BLOCKS_PER_JOB]

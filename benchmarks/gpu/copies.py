@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from tiering.primary.memory.region import SharedRegion
 
 LAYERS = 32
 JOB_BLOCKS = 64
-GOALS = {64 << 10: 0.95, 16 << 10: 0.8}
+GOALS = {64 << 10: 0.95, 16 << 10: 0.8, 8 << 10: 0.8}
 """Page size in bytes → least rate, as a part of the rate of a bare pinned copy."""
 MOST_SUBMIT_SECONDS = 1e-3
 """Longest time that the submission of one block may take on the engine's thread.
@@ -39,6 +39,15 @@ _STALE = 0xA5
 
 An allocator may return memory that still holds what a check expects.
 """
+
+
+class Way(NamedTuple):
+    """A way to copy."""
+
+    batch: BatchCopy | None
+    """The driver's batched copy; None: staged pieces are copied one by one."""
+    maps_rows: bool
+    """True: a kernel moves small pieces straight between the KV cache and the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Copies:
 
 @contextmanager
 def copies_of(
-    machine: Machine, cache: CanonicalKVCaches, num_rows: int, batch: BatchCopy | None, rows: RowLayout | None = None
+    machine: Machine, cache: CanonicalKVCaches, num_rows: int, way: Way, rows: RowLayout | None = None
 ) -> Iterator[Copies]:
     """Build handlers for plain rows of one rank, or for ``rows``, and shut them down in the end."""
     layout = rows or RowLayout.of(cache)
@@ -69,7 +78,7 @@ def copies_of(
     pinned = PinnedRows(region.array, machine.api)
     with machine.watched():
         store, load = (
-            CudaCopyHandler(cache, pinned, layout, direction, machine.kernel, batch=batch)
+            CudaCopyHandler(cache, pinned, layout, direction, machine.kernel, batch=way.batch, maps_rows=way.maps_rows)
             for direction in (Direction.STORE, Direction.LOAD)
         )
         try:
@@ -97,9 +106,19 @@ def spec(blocks: Any, rows: Any) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
     return GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(rows)
 
 
-def ways(machine: Machine) -> dict[str, BatchCopy | None]:
+def ways(machine: Machine) -> dict[str, Way]:
     """Return the ways to copy on this machine, by name."""
-    return {"one by one": None} if machine.batch is None else {"one by one": None, "batched": machine.batch}
+    found = {"one by one": Way(None, maps_rows=False)}
+    if machine.batch is not None:
+        found["batched"] = Way(machine.batch, maps_rows=False)
+    if machine.maps_rows:
+        found["by kernel"] = Way(None, maps_rows=True)
+    return found
+
+
+def best(machine: Machine) -> Way:
+    """Return the way of an engine on this machine."""
+    return Way(machine.batch, machine.maps_rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -166,15 +185,15 @@ def pending_errors(machine: Machine) -> str:
 def layouts(machine: Machine) -> str:
     """Store and load every layout of engines, and compare every byte."""
     compared = 0
-    for batch in ways(machine).values():
+    for way in ways(machine).values():
         for name, make in kv.LAYOUTS.items():
             for factor in (1, 2):
                 tensors = {layer: tensor.to(machine.device) for layer, tensor in _moved(make(), machine).items()}
                 cache = canonicalize(tensors, kv.one_group(), kv.NUM_BLOCKS)
-                compared += _round_trip(machine, cache, batch, RowLayout.of(cache, factor), name)
-    for batch in ways(machine).values():
+                compared += _round_trip(machine, cache, way, RowLayout.of(cache, factor), name)
+    for way in ways(machine).values():
         cache = layered(machine, 8, 32 << 10, 3)
-        compared += _round_trip(machine, cache, batch, RowLayout.of(cache), "large pages")
+        compared += _round_trip(machine, cache, way, RowLayout.of(cache), "large pages")
     return f"{compared} blocks, {len(kv.LAYOUTS) + 1} layouts, {' and '.join(ways(machine))}"
 
 
@@ -191,10 +210,10 @@ def _moved(tensors: Mapping[str, torch.Tensor], machine: Machine) -> dict[str, t
     return moved
 
 
-def _round_trip(machine: Machine, cache: CanonicalKVCaches, batch: BatchCopy | None, rows: RowLayout, name: str) -> int:
+def _round_trip(machine: Machine, cache: CanonicalKVCaches, way: Way, rows: RowLayout, name: str) -> int:
     num_blocks = int(cache.tensors[0].tensor.shape[0])
     expected = [tensor.tensor.clone() for tensor in cache.tensors]
-    with copies_of(machine, cache, num_blocks, batch, rows) as copies:
+    with copies_of(machine, cache, num_blocks, way, rows) as copies:
         blocks = np.random.default_rng(0).permutation(num_blocks)
         gpu, cpu = spec(blocks, np.arange(num_blocks // rows.block_size_factor)[::-1])
         copies.run(copies.store, 1, (gpu, cpu))
@@ -221,8 +240,8 @@ def canonical_rows(machine: Machine) -> str:
         for name, shard in (("plain", None), ("canonical", HeadShard(heads, outside, ranks - 1, ranks))):
             cache = canonicalize(layers, [KVCacheGroup(names, 16)], 4 * blocks, shard)
             rows = RowLayout.of(cache, 1, ranks - 1, ranks)
-            _round_trip(machine, cache, machine.batch, rows, f"{name} rows of {ranks} rank(s)")
-            with copies_of(machine, cache, 3 * blocks, machine.batch, rows) as copies:
+            _round_trip(machine, cache, best(machine), rows, f"{name} rows of {ranks} rank(s)")
+            with copies_of(machine, cache, 3 * blocks, best(machine), rows) as copies:
                 rates[name] = [_rate(machine, copies, handler)[0] / ranks for handler in (copies.store, copies.load)]
         shares = [canonical / plain for canonical, plain in zip(rates["canonical"], rates["plain"], strict=True)]
         order = "heads" if outside else "tokens"
@@ -234,11 +253,11 @@ def canonical_rows(machine: Machine) -> str:
 
 def order(machine: Machine) -> str:
     """Queue long kernels before copies and behind them, and look at whose bytes arrive."""
-    for name, batch in ways(machine).items():
+    for name, way in ways(machine).items():
         for page_bytes in (8 << 10, 64 << 10):
             blocks = machine.sized(64, 4)
             cache = layered(machine, blocks, page_bytes, 4)
-            with copies_of(machine, cache, blocks, batch) as copies:
+            with copies_of(machine, cache, blocks, way) as copies:
                 gpu, cpu = spec(range(blocks), range(blocks))
                 _busy(machine)
                 for tensor in cache.tensors:
@@ -273,7 +292,7 @@ def memory(machine: Machine) -> str:
     """Submit many transfers of changing sizes, and compare the reserved device memory."""
     blocks = machine.sized(256, 8)
     cache = layered(machine, blocks, 4096, machine.sized(LAYERS, 2))
-    with copies_of(machine, cache, blocks, None) as copies:
+    with copies_of(machine, cache, blocks, best(machine)) as copies:
         random = np.random.default_rng(1)
 
         def submit(job_id: int, count: int) -> None:
@@ -301,10 +320,10 @@ def far_offsets(machine: Machine) -> str:
     names = tuple(f"l{layer}" for layer in range(layers))
     cache = canonicalize(dict(zip(names, pool, strict=True)), [KVCacheGroup(names, 16)], blocks)
     ids = [1, blocks // 2, blocks - 2, blocks - 1]
-    for batch in ways(machine).values():
+    for way in ways(machine).values():
         for number, block in enumerate(ids):
             pool[:, block] = 100 + number
-        with copies_of(machine, cache, 8, batch) as copies:
+        with copies_of(machine, cache, 8, way) as copies:
             gpu, cpu = spec(ids, range(len(ids)))
             copies.run(copies.store, 1, (gpu, cpu))
             pool.zero_()
@@ -322,7 +341,7 @@ def rates(machine: Machine) -> str:
     for page_bytes in (8 << 10, 16 << 10, 28 << 10, 64 << 10, 256 << 10):
         blocks = machine.sized(JOB_BLOCKS, 4)
         cache = layered(machine, 4 * blocks, page_bytes, machine.sized(LAYERS, 2))
-        with copies_of(machine, cache, 3 * blocks, machine.batch) as copies:
+        with copies_of(machine, cache, 3 * blocks, best(machine)) as copies:
             bare = _bare_rate(machine, blocks * copies.layout.row_bytes)
             for handler, name in ((copies.store, "store"), (copies.load, "load")):
                 alone, submit = _rate(machine, copies, handler)

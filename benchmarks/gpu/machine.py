@@ -11,6 +11,7 @@ import torch
 
 from tests.copy.fake_cuda import FakeCuda
 from tiering.copy.batch import BatchCopy, find_batch_copy
+from tiering.copy.cudart import maps_registered_memory
 from tiering.copy.pages import PageKernel
 
 
@@ -28,6 +29,8 @@ class Machine:
     """The driver's batched copy."""
     kernel: PageKernel
     """The kernel that gathers and scatters pages."""
+    maps_rows: bool
+    """True if kernels may use the rows by their addresses on the host."""
     is_gpu: bool
     """False for the stand-in."""
     scale: float
@@ -63,6 +66,7 @@ def gpu_machine() -> Machine | None:
         torch.cuda,
         find_batch_copy(),
         move_pages,
+        maps_rows=maps_registered_memory(device),
         is_gpu=True,
         scale=1.0,
         reserved=lambda: torch.cuda.memory_reserved(device),
@@ -79,6 +83,7 @@ def dry_machine() -> Machine:
         fake,
         fake.batch(),
         fake.kernel,
+        maps_rows=True,
         is_gpu=False,
         scale=1 / 64,
         reserved=lambda: 0,

@@ -282,21 +282,29 @@ class FakeCuda:
             ctypes.memmove(destination, source, size)
         return 0
 
-    def kernel(self, group: DeviceGroup, blocks: torch.Tensor, staging: torch.Tensor, *, store: bool) -> None:
+    def kernel(
+        self, group: DeviceGroup, blocks: torch.Tensor, target: torch.Tensor, *, store: bool, direct: bool = False
+    ) -> None:
         """Run the kernel of copies, byte by byte."""
         self.runtime.launch()
         stream = self.current_stream()
         time = stream.work()
         width = group.word.itemsize
         for position, block in enumerate(blocks.tolist()):
-            for address, stride, offset, size in group.pages.t().tolist():
+            for address, stride, staged, in_row, size in group.pages.t().tolist():
                 page = address + block * stride
-                staged = staging.data_ptr() + position * group.block_bytes + offset * width
-                source, destination = (page, staged) if store else (staged, page)
+                if direct:
+                    other = int(target[position]) + in_row
+                    if self.runtime.holds(other, size * width) is not True:
+                        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                else:
+                    other = target.data_ptr() + position * group.block_bytes + staged
+                source, destination = (page, other) if store else (other, page)
                 self._touch(stream, time, source, size * width, writes=False)
                 self._touch(stream, time, destination, size * width, writes=True)
                 ctypes.memmove(destination, source, size * width)
-        self.calls.append(Call("gather" if store else "scatter", stream.name, len(blocks) * group.block_bytes))
+        name = ("direct " if direct else "") + ("gather" if store else "scatter")
+        self.calls.append(Call(name, stream.name, len(blocks) * group.block_bytes))
 
     # ----------------------------------------------------------------------------------------------------------- checks
 

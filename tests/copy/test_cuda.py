@@ -82,12 +82,34 @@ def test_a_batched_copy_moves_all_rows_in_one_call(direction: Direction, count: 
     assert api.orders == [store]  # the kernel has just written what a store moves
 
 
-def test_rows_that_are_not_pinned_are_not_copied_by_the_driver_s_batch() -> None:
-    """A batched copy needs addresses that the device may use."""
+@pytest.mark.parametrize("direction", Direction)
+def test_small_pieces_cross_the_bus_in_one_kernel(direction: Direction) -> None:
+    api = FakeCuda()
+    copies = handler(api, direction, many_layers(), batch=api.batch(), maps_rows=True)
+    store = direction is Direction.STORE
+    with api.watched():
+        assert copies.transfer_all_async(specs(8) if store else backwards(specs(8))) == []
+    assert api.calls == [Call("direct gather" if store else "direct scatter", "side0", 8 * 32 * 64)]
+
+
+def test_large_pieces_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's copies move them faster, and without processors of the device."""
+    for limit, expected in ((32 * 64, ["direct gather"]), (32 * 64 - 1, ["gather", "batch"])):
+        monkeypatch.setattr(cuda, "_DIRECT_BYTES", limit)
+        api = FakeCuda()
+        copies = handler(api, cache=many_layers(), batch=api.batch(), maps_rows=True)
+        with api.watched():
+            copies.transfer_all_async(specs(1))
+        assert [call.name for call in api.calls] == expected
+
+
+@pytest.mark.parametrize("maps_rows", [False, True])
+def test_rows_that_are_not_pinned_are_copied_by_torch_alone(maps_rows: bool) -> None:
+    """A batched copy and a kernel need addresses that the device may use."""
     api = FakeCuda()
     api.runtime.code = 1
     with api.watched():
-        copies = handler(api, cache=many_layers(), batch=api.batch())
+        copies = handler(api, cache=many_layers(), batch=api.batch(), maps_rows=maps_rows)
         del api.calls[:]
         assert copies.transfer_all_async(specs(1)) == []
     assert {call.name for call in api.calls} == {"gather", "copy_"}
@@ -128,9 +150,9 @@ def test_the_driver_s_refusal_of_a_batch_costs_no_job(caplog: pytest.LogCaptureF
 # ---------------------------------------------------------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("way", ["one by one", "batched", "by kernel"])
 @pytest.mark.parametrize("page_bytes", [64, 28 << 10])
-def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_bytes: int, batch: bool) -> None:
+def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_bytes: int, way: str) -> None:
     """The engine writes to a block, stores it and loads another one; many chunks share the staging buffer."""
     api = FakeCuda(instant=False)
     cache = many_layers(page_bytes, 3)
@@ -145,7 +167,8 @@ def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_byte
             direction,
             api.kernel,
             staging_bytes=4 * 3 * page_bytes,
-            batch=api.batch() if batch else None,
+            batch=api.batch() if way == "batched" else None,
+            maps_rows=way == "by kernel",
         )
         for direction in Direction
     )
@@ -166,11 +189,12 @@ def test_copies_are_ordered_with_the_engine_s_work_and_with_each_other(page_byte
     assert api.races == []
 
 
-def test_the_fake_sees_a_block_that_is_overwritten_while_it_is_stored() -> None:
+@pytest.mark.parametrize("maps_rows", [False, True])
+def test_the_fake_sees_a_block_that_is_overwritten_while_it_is_stored(maps_rows: bool) -> None:
     """Negative control of the test above."""
     api = FakeCuda(instant=False)
     cache = many_layers(64, 1)
-    copies = handler(api, cache=cache)
+    copies = handler(api, cache=cache, maps_rows=maps_rows)
     with api.watched():
         copies.transfer_async(1, spec(3, 3))
         api.write(cache.tensors[0].tensor[4])
@@ -248,6 +272,17 @@ def test_a_job_is_finished_when_its_last_event_is() -> None:
     assert (result.job_id, result.success, result.transfer_time) == (1, True, 2.0)
     copies.wait([2])
     assert [result.job_id for result in copies.get_finished()] == [2]
+
+
+@pytest.mark.parametrize(("maps_rows", "waiting"), [(False, True), (True, False)])
+def test_the_time_of_a_load_that_crosses_the_bus_in_a_kernel_has_no_wait_for_the_engine(
+    maps_rows: bool, waiting: bool
+) -> None:
+    """A staged load begins to cross the bus at once."""
+    api = FakeCuda(instant=False)
+    copies = handler(api, Direction.LOAD, many_layers(), maps_rows=maps_rows)
+    copies.transfer_async(1, spec()[::-1])
+    assert api.log.index("side0 waits for compute") < api.log.index("event on side1" if waiting else "event on side0")
 
 
 def test_jobs_of_one_submission_end_with_their_own_chunk_and_share_its_time() -> None:
@@ -398,7 +433,7 @@ def test_what_fails_at_registration_leaves_nothing_behind(monkeypatch: pytest.Mo
 
     class Handler:
         def __init__(
-            self, kv_caches: Any, rows: Any, layout: Any, direction: Direction, kernel: Any, batch: Any
+            self, kv_caches: Any, rows: Any, layout: Any, direction: Direction, kernel: Any, **ways: Any
         ) -> None:
             self.name = direction.name.lower()
             if direction is Direction.LOAD and fails == "the load handler":

@@ -73,8 +73,9 @@ class Rank:
     def handler(self, rows: NDArray[np.uint8], direction: Direction, kind: str, api: FakeCuda) -> OffloadingHandler:
         if kind == "host":
             return HostCopyHandler(self.cache, rows, self.layout, direction, 1)
-        batch = api.batch() if "," in kind else None
-        return CudaCopyHandler(self.cache, PinnedRows(rows, api), self.layout, direction, api.kernel, 5000, batch)
+        batch = api.batch() if kind == "cuda, batched copies" else None
+        pinned, by_kernel = PinnedRows(rows, api), kind == "cuda, by kernel"
+        return CudaCopyHandler(self.cache, pinned, self.layout, direction, api.kernel, 5000, batch, maps_rows=by_kernel)
 
 
 def stored(kv: torch.Tensor, order: str, ranks: int, factor: int = 1, kind: str = "host") -> NDArray[np.uint8]:
@@ -94,7 +95,7 @@ def test_what_any_number_of_ranks_wrote_any_other_number_reads(order: str, facto
         exchange(order, factor, "host", writers, readers)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cuda, batched copies"])
+@pytest.mark.parametrize("kind", ["cuda", "cuda, batched copies", "cuda, by kernel"])
 @pytest.mark.parametrize("order", ["LBHNC", "BLNHC"])
 def test_the_same_on_a_device(order: str, kind: str) -> None:
     for writers, readers in ((4, 1), (1, 8)):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.copy.fake_cuda import FakeCuda
 from tiering.copy import pinning
+from tiering.copy.cudart import maps_registered_memory
 from tiering.copy.layout import RowLayout
 from tiering.copy.pinning import PinnedRows, Range, chunk_rows, ranges_to_pin
 from tiering.errors import ConfigError
@@ -219,3 +220,34 @@ def test_released_rows_do_not_keep_the_region_mapped() -> None:
     assert address in MAPS.read_text()
     pinned.release(CPU)
     assert address not in MAPS.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- kernels and rows
+
+
+class _Driver:
+    """A driver whose device 3 has the attribute."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def cuDeviceGetAttribute(self, found: Any, attribute: int, device: Any) -> int:  # noqa: N802
+        assert attribute == 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of cuda.h
+        found._obj.value = device.value == 3
+        return self.code
+
+
+def test_the_driver_says_whether_kernels_may_use_registered_memory() -> None:
+    assert maps_registered_memory(torch.device("cuda", 3), lambda name: _Driver())
+    assert not maps_registered_memory(torch.device("cuda", 2), lambda name: _Driver())
+    assert not maps_registered_memory(torch.device("cuda", 3), lambda name: _Driver(code=1))
+
+
+def test_without_a_driver_or_with_rocm_no_kernel_uses_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(name)
+
+    assert not maps_registered_memory(torch.device("cuda", 3), missing)
+    assert not maps_registered_memory(torch.device("cuda", 3), lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not maps_registered_memory(torch.device("cuda", 3), lambda name: _Driver())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ logger = logging.getLogger("kv_tiering.copy")
 
 ALREADY_REGISTERED = 712
 """The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 UNREADABLE = -1
 """Stands for an error number that the binding cannot express."""
 
@@ -27,6 +29,26 @@ TORCH_CUDA: Any = torch.cuda
 def device_properties(device: torch.device) -> Any:
     """Return the properties of a GPU."""
     return torch.cuda.get_device_properties(device)
+
+
+def maps_registered_memory(device: torch.device, load: Callable[[str], Any] = ctypes.CDLL) -> bool:
+    """Return True if kernels on ``device`` may use registered host memory by its addresses on the host.
+
+    Args:
+        device: a GPU whose context exists.
+        load: loads a shared library by name.
+    """
+    if torch.version.hip is not None:
+        return False
+    found = ctypes.c_int(0)
+    try:
+        code = load("libcuda.so.1").cuDeviceGetAttribute(
+            ctypes.byref(found), _CAN_USE_HOST_POINTER, ctypes.c_int(device.index or 0)
+        )
+    except (OSError, AttributeError) as error:
+        logger.debug("copies of small pages are staged: %s", error)
+        return False
+    return not code and bool(found.value)
 
 
 class HostRegistration:

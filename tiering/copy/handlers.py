@@ -67,6 +67,7 @@ def _cuda_handlers(
 ) -> tuple[OffloadingHandler, OffloadingHandler]:
     from tiering.copy.batch import find_batch_copy
     from tiering.copy.cuda import CudaCopyHandler
+    from tiering.copy.cudart import maps_registered_memory
     from tiering.copy.pinning import PinnedRows
     from tiering.copy.self_check import check_round_trip
 
@@ -75,10 +76,10 @@ def _cuda_handlers(
     except ImportError as error:
         raise ConfigError(f"copies on a GPU need Triton ({error}): pip install triton") from error
     pinned = PinnedRows(rows, part=layout.part, rank=layout.rank, pageable=pageable)
-    batch = find_batch_copy()
-    store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, move_pages, batch=batch)
+    batch, maps_rows = find_batch_copy(), maps_registered_memory(kv_caches.tensors[0].tensor.device)
+    store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, move_pages, batch=batch, maps_rows=maps_rows)
     try:
-        load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD, move_pages, batch=batch)
+        load = CudaCopyHandler(kv_caches, pinned, layout, Direction.LOAD, move_pages, batch=batch, maps_rows=maps_rows)
     except BaseException:
         store.shutdown()
         raise

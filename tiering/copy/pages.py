@@ -31,10 +31,11 @@ class DeviceGroup:
     runs: Runs | None
     """Pieces of a staged GPU block that are contiguous in a row too; None: the whole block is one."""
     pages: torch.Tensor
-    """The pages in the order of a segment, int64 on the device, shape (4, number of pages).
+    """The pages in the order of a segment, int64 on the device, shape (5, number of pages).
 
-    The four numbers of a page are its address in block 0, its distance to the same page of the next block in bytes, its
-    offset within a staged GPU block in words, and its size in words.
+    The five numbers of a page are its address in block 0, its distance to the same page of the next block, its offset
+    within a staged GPU block, its offset in a row from this rank's first byte of the GPU block on, all in bytes, and
+    its size in words.
     """
     longest: int
     """Size of the largest page in words."""
@@ -49,28 +50,38 @@ class DeviceGroup:
         addresses = [tensor.data_ptr() for tensor in tensors]
         strides = [int(tensor.stride(0)) for tensor in tensors]
         sizes = [ref.page_size_bytes for ref in refs]
-        word = _word([*addresses, *strides, *sizes])
-        staged = list(accumulate(sizes[:-1], initial=0))
-        words = [[number // word.itemsize for number in numbers] for numbers in (staged, sizes)]
-        pages = torch.tensor([addresses, strides, *words], dtype=torch.int64, device=tensors[0].device)
         block_bytes, stride = layout.gpu_block_bytes[group], layout.block_strides[group]
         start, *_ = offsets = layout.page_offsets[group]
-        runs = _runs(staged, [offset - start for offset in offsets], sizes)
-        return cls(word, block_bytes, stride, start, runs, pages, max(words[1]), tuple(tensors))
+        word = _word([*addresses, *strides, *sizes, *offsets, stride])
+        staged = list(accumulate(sizes[:-1], initial=0))
+        in_row = [offset - start for offset in offsets]
+        words = [size // word.itemsize for size in sizes]
+        pages = torch.tensor([addresses, strides, staged, in_row, words], dtype=torch.int64, device=tensors[0].device)
+        return cls(word, block_bytes, stride, start, _runs(staged, in_row, sizes), pages, max(words), tuple(tensors))
+
+    @property
+    def piece_bytes(self) -> float:
+        """Mean size of the pieces of a GPU block that are contiguous in a row."""
+        return self.block_bytes / (1 if self.runs is None else len(self.runs.sizes))
 
 
 class PageKernel(Protocol):
-    """A kernel that moves the pages of GPU blocks to a staging buffer, or back."""
+    """A kernel that moves the pages of GPU blocks to a staging buffer or straight to their rows, or back."""
 
-    def __call__(self, group: DeviceGroup, blocks: torch.Tensor, staging: torch.Tensor, *, store: bool) -> None:
+    def __call__(
+        self, group: DeviceGroup, blocks: torch.Tensor, target: torch.Tensor, *, store: bool, direct: bool = False
+    ) -> None:
         """Queue the kernel on the current stream.
 
         Args:
             group: the pages.
             blocks: ids of the GPU blocks, int64 on the device.
-            staging: the staging buffer, uint8; the GPU blocks lie one behind the other.
-            store: True: from the pages to the staging buffer. False: the other way. A GPU block that is named several
-                times, which only the null block may be, then holds words of each of its copies.
+            target: the staging buffer, uint8, in which the GPU blocks lie one behind the other. If ``direct``: the
+                address of this rank's first byte of each GPU block in its row, int64 on the device.
+            store: True: from the pages to the target. False: the other way. A GPU block that is named several times,
+                which only the null block may be, then holds words of each of its copies.
+            direct: True: the pages cross the bus one by one, in registered rows that the device may use by their
+                addresses on the host; default: False.
         """
 
 
@@ -126,12 +137,17 @@ def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: in
     """
     size, runs, blocks = np.uint64(group.block_bytes), group.runs, len(pages.gpu)
     device = np.arange(blocks, dtype=np.uint64) * size
-    host = (pages.rows * stride + pages.subs * group.row_stride + group.row_start).astype(np.uint64)
+    host = starts_of(pages, group, stride).astype(np.uint64)
     chunks = pages.rows // chunk_rows
     if runs is None:
         return _merged(device, host, np.full(blocks, size), chunks)
     device, host = (device[:, None] + runs.staged).ravel(), (host[:, None] + runs.row).ravel()
     return _merged(device, host, np.tile(runs.sizes, blocks), np.repeat(chunks, len(runs.sizes)))
+
+
+def starts_of(pages: GroupPages, group: DeviceGroup, stride: int) -> NDArray[np.int64]:
+    """Return the offset in the rows of this rank's first byte of each GPU block."""
+    return pages.rows * stride + pages.subs * group.row_stride + group.row_start
 
 
 def _merged(device: Addresses, host: Addresses, sizes: Addresses, chunks: NDArray[np.int64]) -> Pieces:
