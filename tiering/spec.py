@@ -157,7 +157,8 @@ class TieringOffloadingSpec(OffloadingSpec):
                 f"the engine's configuration says {self.group_bytes}"
             )
         region = self._open_region(share_of(kv_caches, layout))
-        yield from make_handlers(kv_caches, region.view, layout, pageable=region.pageable)
+        preparation = region.preparation if region.in_background else None
+        yield from make_handlers(kv_caches, region.view, layout, pageable=region.pageable, preparation=preparation)
 
     def worker_marks(self) -> list[bytes]:
         """Return the different marks of the workers that have mapped the rows: two at most.
@@ -171,6 +172,10 @@ class TieringOffloadingSpec(OffloadingSpec):
     def rows_are_shared(self) -> bool:
         """True if the scheduler and all workers have mapped the rows and see each other's writes."""
         return self._region is not None and self._region.is_complete
+
+    @property
+    def rows_are_prepared(self) -> bool:
+        return self._region is not None and self._region.is_prepared
 
     def close(self) -> None:
         """Release the rows if no manager owns them: on a worker's side, or after a failed start.
@@ -202,6 +207,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                 sides=engine.world_size + 1 if engine.engine_id else 1,
                 mark=self.mark,
                 share=share,
+                in_background=True,
             )
         return self._region
 

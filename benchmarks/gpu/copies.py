@@ -29,6 +29,8 @@ LAYERS = 32
 JOB_BLOCKS = 64
 GOALS = {64 << 10: 0.95, 16 << 10: 0.8, 8 << 10: 0.8}
 """Page size in bytes → least rate, as a part of the rate of a bare pinned copy."""
+MOST_START_SECONDS = 1.0
+"""Longest time that the engine's start may wait for a CPU tier of 64 GiB."""
 MOST_SUBMIT_SECONDS = 1e-3
 """Longest time that the submission of one block may take on the engine's thread.
 
@@ -251,6 +253,57 @@ def canonical_rows(machine: Machine) -> str:
     return "\n          ".join(lines)
 
 
+def start(machine: Machine) -> str:
+    """Prepare a large CPU tier while the device works and captures graphs, and use it then."""
+    gib, row = machine.sized(64), 1 << 20
+    cache = layered(machine, 64, row // 4, 4)
+    layout = RowLayout.of(cache)
+    began = time.perf_counter()
+    region = SharedRegion.create((gib << 30) // row, row, in_background=True)
+    pinned = PinnedRows(region.array, machine.api, preparation=region.preparation if region.in_background else None)
+    store, load = (
+        CudaCopyHandler(
+            cache, pinned, layout, direction, machine.kernel, batch=machine.batch, maps_rows=machine.maps_rows
+        )
+        for direction in (Direction.STORE, Direction.LOAD)
+    )
+    returned, steps, captures = time.perf_counter() - began, [0.0], 0
+    number = torch.zeros(1024, device=machine.device)
+    while not region.is_prepared:
+        step = time.perf_counter()
+        for _ in range(20):
+            number += 1
+        machine.synchronize()
+        steps.append(time.perf_counter() - step)
+        if machine.is_gpu and len(steps) % 50 == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                number += 1
+            captures += 1
+    seconds = time.perf_counter() - began
+    require(pinned.is_pinned, "the rows could not be pinned; the log has the error's number")
+    copies = Copies(cache, region, pinned, layout, store, load)
+    expected = [tensor.tensor.clone() for tensor in cache.tensors]
+    gpu, cpu = spec(range(64), np.linspace(0, len(region.array) - 1, 64).astype(int))
+    with machine.watched():
+        copies.run(store, 1, (gpu, cpu))
+        for tensor in cache.tensors:
+            tensor.tensor.zero_()
+        copies.run(load, 2, (cpu, gpu))
+    machine.synchronize()
+    same = all(torch.equal(a.tensor, b) for a, b in zip(cache.tensors, expected, strict=True))
+    load.shutdown()
+    store.shutdown()
+    region.close()
+    require(same, "bytes differ after a round trip")
+    require(returned < MOST_START_SECONDS or not machine.is_gpu, f"the start took {returned:.2f} s")
+    return (
+        f"{gib} GiB: the start took {returned:.2f} s, the tier joined after {seconds:.1f} s; meanwhile {captures} "
+        f"captured graphs and steps of {np.median(steps) * 1e3:.2f} ms, 99% below {np.quantile(steps, 0.99) * 1e3:.1f} "
+        f"ms, the longest {max(steps) * 1e3:.0f} ms"
+    )
+
+
 def order(machine: Machine) -> str:
     """Queue long kernels before copies and behind them, and look at whose bytes arrive."""
     for name, way in ways(machine).items():
@@ -431,6 +484,7 @@ CHECKS = (
     Check("parts", "a rank of eight pins its parts of the rows alone", parts_of_rows),
     Check("errors", "no failed registration leaves an error to the engine's next kernel", pending_errors),
     Check("layouts", "every layout comes back bit for bit, by every way to copy", layouts),
+    Check("start", "an engine works while its CPU tier is prepared", start),
     Check("order", "a store sees what was queued before it, and what comes after a load sees the load", order),
     Check("memory", "copies reserve no more device memory after the start", memory),
     Check("offsets", "blocks beyond 2 GiB of an allocation go to their place", far_offsets),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 import mmap
 from pathlib import Path
-from typing import Any
+from threading import Event, current_thread
+from threading import enumerate as enumerate_threads
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,10 +17,11 @@ from numpy.typing import NDArray
 
 from tests.copy.fake_cuda import FakeCuda
 from tiering.copy import pinning
-from tiering.copy.cudart import maps_registered_memory
+from tiering.copy.cudart import find_relaxation, maps_registered_memory
 from tiering.copy.layout import RowLayout
 from tiering.copy.pinning import PinnedRows, Range, chunk_rows, ranges_to_pin
 from tiering.errors import ConfigError
+from tiering.primary.memory.preparation import PREPARED, PREPARING, Preparation
 from tiering.primary.memory.region import SharedRegion
 
 GIB = 1 << 30
@@ -38,14 +42,14 @@ def test_chunks_end_between_rows_on_page_borders_and_cover_all_rows(stride: int)
     num_rows = max(2, 700 * GIB // stride)
     ranges = ranges_to_pin(num_rows, stride, None)
     assert sum(part.nbytes for part in ranges) == num_rows * stride
-    assert all(part.nbytes <= max(64 * GIB, stride) for part in ranges)
+    assert all(part.nbytes <= max(64 << 20, stride) for part in ranges)
     assert all(part.offset % PAGE == 0 and part.offset % stride == 0 for part in ranges)
     assert [part.offset for part in ranges[1:]] == [part.offset + part.nbytes for part in ranges[:-1]]
 
 
-def test_a_pool_of_512_gib_is_pinned_in_eight_chunks() -> None:
-    assert len(ranges_to_pin(512 * GIB // (2 << 20), 2 << 20, None)) == 8
-    assert chunk_rows(2 << 20) == 32768
+def test_a_pool_is_pinned_in_chunks_that_take_the_driver_milliseconds() -> None:
+    assert len(ranges_to_pin(512 * GIB // (2 << 20), 2 << 20, None)) == 512 << 4
+    assert chunk_rows(2 << 20) == 32
 
 
 def test_a_rank_pins_its_large_part_of_each_row_alone() -> None:
@@ -220,6 +224,99 @@ def test_released_rows_do_not_keep_the_region_mapped() -> None:
     assert address in MAPS.read_text()
     pinned.release(CPU)
     assert address not in MAPS.read_text()
+
+
+# ------------------------------------------------------------------------------------------- beside the engine's start
+
+
+class _Starting:
+    """Rows whose preparation waits until a test lets it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
+        monkeypatch.setattr(pinning, "_CHUNK_BYTES", 4 * PAGE)
+        monkeypatch.setattr(pinning, "find_relaxation", lambda: lambda: self.relaxed.append(current_thread().name))
+        self.relaxed: list[str] = []
+        self.api = FakeCuda()
+        self.rows = rows_of(16)
+        self.state = np.zeros(1, np.uint8)
+        self.preparation = Preparation(self.state)
+        self.go = Event()
+        self.preparation.begin(lambda is_over: cast("None", self.go.wait(60)))
+        self.pinned = PinnedRows(self.rows, self.api, rank=rank, preparation=self.preparation)
+
+    def end(self) -> None:
+        """Wait for the end of the preparation."""
+        for thread in enumerate_threads():
+            if thread.name == "kv-tiering-prepare":
+                thread.join(60)
+        assert self.state[0] == PREPARED
+
+    @property
+    def chunks(self) -> list[int]:
+        """Numbers of the registered chunks, in the order of their registration."""
+        return [(address - self.rows.ctypes.data) // (4 * PAGE) for address in self.api.runtime.registered]
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 3), (5, 2)])
+def test_beside_a_start_the_row_of_the_check_is_pinned_first(
+    monkeypatch: pytest.MonkeyPatch, rank: int, first: int
+) -> None:
+    start = _Starting(monkeypatch, rank)
+    start.pinned.acquire(CPU)
+    assert start.chunks == [first]
+    assert start.state[0] == PREPARING
+    start.go.set()
+    start.end()
+    assert sorted(start.chunks) == [0, 1, 2, 3]
+    assert start.relaxed == ["kv-tiering-prepare"], "a capture of the engine's graphs would fail"
+    assert start.pinned.is_pinned
+    start.pinned.release(CPU)
+    assert start.chunks == []
+
+
+def test_rows_that_are_released_meanwhile_are_not_pinned_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = _Starting(monkeypatch)
+    start.pinned.acquire(CPU)
+    start.pinned.release(CPU)
+    start.go.set()
+    start.end()
+    assert start.chunks == []
+    start.preparation.close()
+
+
+def test_a_driver_that_refuses_later_leaves_none_pinned_and_the_rows_in_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = _Starting(monkeypatch)
+    start.pinned.acquire(CPU)
+    start.api.runtime.fails_after = 2
+    start.go.set()
+    start.end()
+    assert (start.chunks, start.pinned.is_pinned) == ([], False)
+    assert caplog.text.count("the copies of all ranks are slower") == 1
+
+
+def test_without_the_drivers_call_for_captures_rows_are_pinned_before_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = _Starting(monkeypatch)
+    monkeypatch.setattr(pinning, "find_relaxation", lambda: None)
+    start.pinned.acquire(CPU)
+    assert start.chunks == [0, 1, 2, 3]
+    start.go.set()
+    start.preparation.close()
+
+
+def test_the_relaxation_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
+    relax = find_relaxation(lambda name: driver)
+    assert relax is not None
+    relax()
+    assert modes == [2]  # CU_STREAM_CAPTURE_MODE_RELAXED of cuda.h
+    assert find_relaxation(lambda name: object()) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert find_relaxation(lambda name: driver) is None
 
 
 # ---------------------------------------------------------------------------------------------------- kernels and rows

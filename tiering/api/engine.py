@@ -196,6 +196,11 @@ class OffloadingSpec(ABC):
         """Key of the tenants' names in reports of cached tokens; None: cached tokens are not reported."""
 
     @property
+    def rows_are_prepared(self) -> bool:
+        """True once scheduler and workers may use the rows; until then no block is looked up or stored."""
+        return True
+
+    @property
     def offloaded_block_size(self) -> tuple[int, ...]:
         """Size of one offloaded block in tokens, per KV-cache group."""
         return tuple(size * self.block_size_factor for size in self.gpu_block_size)

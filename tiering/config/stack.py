@@ -165,6 +165,7 @@ def make_rows(
     sides: int = 1,
     mark: bytes | None = None,
     share: Share | None = None,
+    in_background: bool = False,
 ) -> SharedRegion:
     """Return the rows of an engine, if possible those of the service that the stack asks for.
 
@@ -177,6 +178,7 @@ def make_rows(
         sides: number of calls with this name.
         mark: as in :meth:`SharedRegion.open_shared`.
         share: as in :meth:`SharedRegion.open_shared`.
+        in_background: as in :meth:`SharedRegion.open_shared`.
 
     Raises:
         TieringError: there is no room, or the sides disagree.
@@ -186,13 +188,24 @@ def make_rows(
         words = stack.namespace, stack.salt, stack.revision
         claimed = name or secrets.token_hex(16)
         kept = claim_rows(
-            stack.machine, claimed, model, group_bytes, words, num_rows, sides=sides, mark=mark, share=share
+            stack.machine,
+            claimed,
+            model,
+            group_bytes,
+            words,
+            num_rows,
+            sides=sides,
+            mark=mark,
+            share=share,
+            in_background=in_background,
         )
         if kept is not None:
             return kept
     if name is None:
-        return SharedRegion.create(num_rows, row_bytes, share=share)
-    return SharedRegion.open_shared(name, num_rows, row_bytes, sides=sides, mark=mark, share=share)
+        return SharedRegion.create(num_rows, row_bytes, share=share, in_background=in_background)
+    return SharedRegion.open_shared(
+        name, num_rows, row_bytes, sides=sides, mark=mark, share=share, in_background=in_background
+    )
 
 
 def _opened_without_service(name: str | None) -> bool:

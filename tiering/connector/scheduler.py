@@ -139,6 +139,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)
         self._step = 0
+        self._is_preparing = not spec.rows_are_prepared
+        """True until the memory of the rows is prepared; requests are computed meanwhile."""
         self._new_epochs = self.manager.new_epochs
         self._is_shut_down = False
 
@@ -249,12 +251,12 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
-        if cache is not None and not self._completions.orphans:
+        if cache is not None and not self._is_paused():
             late = self._stores.plan_late(cache)
             if late is not None:
                 stores[LATE_STORE.req_id] = late
         states = dict[ReqId, TransferOrder]()
-        if self._handed is not None and not self._completions.orphans:
+        if self._handed is not None and not self._is_paused():
             states = self._handed.plan(scheduler_output, self.states)
         if stores or flush or states:
             self._counters.stores += len(stores) + len(states)
@@ -283,7 +285,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             scheduled: number of tokens that the step computes, by request.
             stores: orders by request.
         """
-        states, storing, may_store = self.states, self._storing, not self._completions.orphans
+        states, storing, may_store = self.states, self._storing, not self._is_paused()
         for req_id, tokens in scheduled.items():
             if req_id not in storing or (state := states.get(req_id)) is None:
                 continue
@@ -436,7 +438,14 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._hints.sessions.used(keys, state.hints.session)
 
     def _is_paused(self) -> bool:
-        return bool(self._completions.orphans)
+        return bool(self._completions.orphans) or (self._is_preparing and self._prepares())
+
+    def _prepares(self) -> bool:
+        """Return True while the rows are being prepared."""
+        self._is_preparing = not self._spec.rows_are_prepared
+        if not self._is_preparing:
+            logger.info("the CPU tier has joined: its memory is prepared")
+        return self._is_preparing
 
     def _offer(self, state: RequestState, computed: int, hit: Hit) -> tuple[int | None, bool]:
         if hit.tokens > computed and self._describes_events:
@@ -468,7 +477,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
 
     def _ended(self, state: RequestState) -> None:
         self._storing.discard(state.ctx.req_id)
-        if not self._completions.orphans and state.scheduled and state.invalid_from is None and state.policy.store:
+        if not self._is_paused() and state.scheduled and state.invalid_from is None and state.policy.store:
             self._stores.plan_last(state)
         if state.stale_blocks:
             self._completions.refresh_stored(state)

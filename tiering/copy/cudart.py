@@ -14,6 +14,7 @@ logger = logging.getLogger("kv_tiering.copy")
 ALREADY_REGISTERED = 712
 """The runtime's error number cudaErrorHostMemoryAlreadyRegistered."""
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 UNREADABLE = -1
 """Stands for an error number that the binding cannot express."""
 
@@ -49,6 +50,28 @@ def maps_registered_memory(device: torch.device, load: Callable[[str], Any] = ct
         logger.debug("copies of small pages are staged: %s", error)
         return False
     return not code and bool(found.value)
+
+
+def find_relaxation(load: Callable[[str], Any] = ctypes.CDLL) -> Callable[[], None] | None:
+    """Return what lets the calling thread register memory while another thread captures a graph; None if nothing does.
+
+    Without it, a registration fails in the course of a capture, and the capture too.
+
+    Args:
+        load: loads a shared library by name.
+    """
+    if torch.version.hip is not None:
+        return None
+    try:
+        exchange = load("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError) as error:
+        logger.debug("the rows are pinned before the engine starts: %s", error)
+        return None
+
+    def relax() -> None:
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+
+    return relax
 
 
 class HostRegistration:

@@ -13,6 +13,7 @@ from tiering.copy.contract import OffloadingHandler
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
+from tiering.primary.memory.preparation import Preparation
 
 HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]
 
@@ -29,6 +30,7 @@ def make_handlers(
     layout: RowLayout,
     threads: int | None = None,
     pageable: NDArray[np.uint8] | None = None,
+    preparation: Preparation | None = None,
 ) -> Iterator[HandlerEntry]:
     """Yield (source spec class, destination spec class, handler) for stores and for loads.
 
@@ -39,6 +41,8 @@ def make_handlers(
         threads: threads of host copies per direction; default: two, or one on a machine with one core.
         pageable: one byte that all workers of the engine share, for their agreement on pinned rows; default: a byte of
             this worker.
+        preparation: preparation of the rows beside the engine's start, which the copies to a GPU become part of;
+            default: the rows are prepared.
 
     Raises:
         ConfigError: the rows are too small for ``layout``, there are no copies for the device of the KV cache, or a
@@ -54,7 +58,7 @@ def make_handlers(
             store.shutdown()
             raise
     elif device == "cuda":
-        store, load = _cuda_handlers(kv_caches, rows, layout, pageable)
+        store, load = _cuda_handlers(kv_caches, rows, layout, pageable, preparation)
     else:
         reason = _WHY_NOT.get(device, "there are copies for cpu and cuda (NVIDIA, and ROCm untested) alone")
         raise ConfigError(f"the KV cache is on a {device!r} device and cannot be offloaded: {reason}")
@@ -63,7 +67,11 @@ def make_handlers(
 
 
 def _cuda_handlers(
-    kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout, pageable: NDArray[np.uint8] | None
+    kv_caches: CanonicalKVCaches,
+    rows: NDArray[np.uint8],
+    layout: RowLayout,
+    pageable: NDArray[np.uint8] | None,
+    preparation: Preparation | None,
 ) -> tuple[OffloadingHandler, OffloadingHandler]:
     from tiering.copy.batch import find_batch_copy
     from tiering.copy.cuda import CudaCopyHandler
@@ -75,7 +83,7 @@ def _cuda_handlers(
         from tiering.copy.kernel import move_pages
     except ImportError as error:
         raise ConfigError(f"copies on a GPU need Triton ({error}): pip install triton") from error
-    pinned = PinnedRows(rows, part=layout.part, rank=layout.rank, pageable=pageable)
+    pinned = PinnedRows(rows, part=layout.part, rank=layout.rank, pageable=pageable, preparation=preparation)
     batch, maps_rows = find_batch_copy(), maps_registered_memory(kv_caches.tensors[0].tensor.device)
     store = CudaCopyHandler(kv_caches, pinned, layout, Direction.STORE, move_pages, batch=batch, maps_rows=maps_rows)
     try:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +20,17 @@ import torch
 from numpy.typing import NDArray
 
 from tiering.api.units import format_bytes
-from tiering.copy.cudart import ALREADY_REGISTERED, TORCH_CUDA, HostRegistration
+from tiering.copy.cudart import ALREADY_REGISTERED, TORCH_CUDA, HostRegistration, find_relaxation
 from tiering.errors import ConfigError
+from tiering.primary.memory.preparation import Preparation
 
 logger = logging.getLogger("kv_tiering.copy")
 
-_CHUNK_BYTES = 64 << 30
-"""Largest registration in bytes: drivers refuse ranges from some hundred GiB on."""
+_CHUNK_BYTES = 64 << 20
+"""Largest registration in bytes, unless a row is larger.
+
+The device accepts no work during a registration: about 3 ms for 64 MiB on an H200.
+"""
 _SMALLEST_PART = 2 << 20
 """Smallest part of a row in bytes that is registered by itself."""
 _MOST_PARTS = 1 << 14
@@ -39,7 +47,7 @@ class Range(NamedTuple):
 
 
 def chunk_rows(stride: int) -> int:
-    """Return the number of rows in a chunk of at most 64 GiB.
+    """Return the number of rows in a chunk of at most 64 MiB.
 
     Chunks start on page boundaries, because registrations may not share a page.
 
@@ -82,6 +90,8 @@ class PinnedRows:
         rank: rank of this worker, for messages; default 0.
         pageable: one byte that all workers of the engine share. A worker whose rows cannot be registered sets it to 1,
             and the others then do not keep theirs registered either. Default: a byte of this worker.
+        preparation: registers the rows beside the engine's start, but for the row of the check of copies; default: the
+            first user registers all rows.
     """
 
     def __init__(
@@ -92,6 +102,7 @@ class PinnedRows:
         part: tuple[int, int] | None = None,
         rank: int = 0,
         pageable: NDArray[np.uint8] | None = None,
+        preparation: Preparation | None = None,
     ) -> None:
         if not rows.flags.c_contiguous:
             raise ConfigError("the primary tier's rows must be contiguous to be copied to and from a GPU")
@@ -105,7 +116,9 @@ class PinnedRows:
         self._part = part
         self._rank = rank
         self._pageable = np.zeros(1, np.uint8) if pageable is None else pageable
+        self._preparation = preparation
         self._users = 0
+        self._lock = threading.Lock()  # the preparation registers rows while the last user may release them
         self._registered: list[Range] = []
         self._agreed = True
 
@@ -126,7 +139,7 @@ class PinnedRows:
         return bool(self._registered)
 
     def acquire(self, device: torch.device) -> None:
-        """Count one more user; the first one registers the rows.
+        """Count one more user; the first one registers the rows, or begins to.
 
         Args:
             device: the GPU of the KV cache.
@@ -134,38 +147,71 @@ class PinnedRows:
         Raises:
             ConfigError: CUDA would copy to other pages than those of the rows.
         """
-        if not self._users:
-            self._pin(HostRegistration(self.api, device))
         self._users += 1
+        if self._users > 1:
+            return
+        relax = None if self._preparation is None else find_relaxation()
+        ranges, now = ranges_to_pin(self.num_rows, self.stride, self._part), slice(None)
+        if relax is not None:
+            checked = (self.num_rows - 1 - self._rank) * self.stride
+            first = next(i for i, part in enumerate(ranges) if checked < part.offset + part.nbytes)
+            now = slice(first, first + 1)
+        runtime = HostRegistration(self.api, device)
+        try:
+            pinned = all(self._register(part, runtime) for part in ranges[now])
+        except ConfigError:
+            self._users -= 1
+            raise
+        if pinned and self._preparation is not None and relax is not None:
+            del ranges[now]
+            self._preparation.begin(partial(self._register_later, ranges, device, relax))
 
-    def _pin(self, runtime: HostRegistration) -> None:
+    def _register_later(
+        self, ranges: list[Range], device: torch.device, relax: Callable[[], None], is_over: Callable[[], bool]
+    ) -> None:
+        """Register ``ranges``, with pauses in which the device accepts the engine's work."""
+        relax()
+        runtime = HostRegistration(self.api, device)
+        for part in ranges:
+            began = time.monotonic()
+            with self._lock:
+                if is_over() or not self._users or not self._registered or not self._register(part, runtime):
+                    return
+            time.sleep(time.monotonic() - began)
+
+    def _register(self, part: Range, runtime: HostRegistration) -> bool:
+        """Register one range; return False if the driver refuses, and then keep none registered.
+
+        Raises:
+            ConfigError: CUDA would copy to other pages than those of the rows.
+        """
         address = self.bytes.data_ptr()
-        for part in ranges_to_pin(self.num_rows, self.stride, self._part):
+        code = runtime.register(address + part.offset, part.nbytes)
+        if code == ALREADY_REGISTERED:
+            # An earlier mapping had this address and was unmapped without unpinning: copies would go to its pages.
+            runtime.unregister(address + part.offset)
             code = runtime.register(address + part.offset, part.nbytes)
-            if code == ALREADY_REGISTERED:
-                # An earlier mapping had this address and was unmapped without unpinning: copies would go to its pages.
-                runtime.unregister(address + part.offset)
-                code = runtime.register(address + part.offset, part.nbytes)
-            if code:
-                self._unpin(runtime)
-                if code == ALREADY_REGISTERED:
-                    raise ConfigError(
-                        "the primary tier's memory lies where an earlier engine of this process left memory registered "
-                        "with CUDA; shut engines down before the next one is built, or give each a process of its own"
-                    )
-                self._pageable[0] = 1
-                logger.warning(
-                    "rank %d: CUDA error %d when %s at byte %d of the primary tier's %s were pinned; the copies of all "
-                    "ranks are slower and delay the engine's steps until primary.capacity is lowered to what the "
-                    "driver pins (docs/operations.md)",
-                    self._rank,
-                    code,
-                    format_bytes(part.nbytes),
-                    part.offset,
-                    format_bytes(self.num_rows * self.stride),
-                )
-                return
+        if not code:
             self._registered.append(part)
+            return True
+        self._unpin(runtime)
+        if code == ALREADY_REGISTERED:
+            raise ConfigError(
+                "the primary tier's memory lies where an earlier engine of this process left memory registered "
+                "with CUDA; shut engines down before the next one is built, or give each a process of its own"
+            )
+        self._pageable[0] = 1
+        logger.warning(
+            "rank %d: CUDA error %d when %s at byte %d of the primary tier's %s were pinned; the copies of all "
+            "ranks are slower and delay the engine's steps until primary.capacity is lowered to what the "
+            "driver pins (docs/operations.md)",
+            self._rank,
+            code,
+            format_bytes(part.nbytes),
+            part.offset,
+            format_bytes(self.num_rows * self.stride),
+        )
+        return False
 
     def expect_agreement(self) -> None:
         """Let the next transfer, which is one of the engine's first step, call :meth:`agree` with effect."""
@@ -189,8 +235,10 @@ class PinnedRows:
 
     def release(self, device: torch.device) -> None:
         """Count one user less; the last one unregisters the rows and drops them."""
-        self._users -= 1
-        if not self._users:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
             self._unpin(HostRegistration(self.api, device))
             self._bytes = None
             self._pageable = self._pageable.copy()  # the shared byte would keep the rows' memory mapped

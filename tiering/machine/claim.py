@@ -56,6 +56,7 @@ class KeptRegion(SharedRegion):
         sides: int,
         mark: bytes | None,
         share: Share | None,
+        in_background: bool,
     ) -> Self:
         """Map claimed rows.
 
@@ -67,6 +68,8 @@ class KeptRegion(SharedRegion):
             sides: number of claims of the engine.
             mark: as in :meth:`SharedRegion.open_shared`.
             share: as in :meth:`SharedRegion.open_shared`.
+        in_background: as in :meth:`SharedRegion.open_shared`.
+            in_background: as in :meth:`SharedRegion.open_shared`.
 
         Raises:
             TieringError: the rows cannot be mapped, or are those of another engine.
@@ -93,7 +96,7 @@ class KeptRegion(SharedRegion):
         finally:
             for fd in fds:
                 os.close(fd)
-        return region._prefaulted(region.fd, share)
+        return region.prepared(share, in_background)
 
     def close(self) -> None:
         super().close()
@@ -154,6 +157,7 @@ def claim_rows(
     sides: int = 1,
     mark: bytes | None = None,
     share: Share | None = None,
+    in_background: bool = False,
 ) -> KeptRegion | None:
     """Return rows of the service; None, with a line in the log, if it cannot give any.
 
@@ -167,6 +171,7 @@ def claim_rows(
         sides: number of claims of the engine; default 1.
         mark: as in :meth:`SharedRegion.open_shared`.
         share: as in :meth:`SharedRegion.open_shared`.
+        in_background: as in :meth:`SharedRegion.open_shared`.
 
     Raises:
         TieringError: the rows cannot be mapped, or are those of another engine: other rows would be no better.
@@ -180,4 +185,6 @@ def claim_rows(
     except (OSError, TieringError) as error:
         _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
         return None
-    return KeptRegion.mapped(connection, fds, num_rows, row_bytes, sides=sides, mark=mark, share=share)
+    return KeptRegion.mapped(
+        connection, fds, num_rows, row_bytes, sides=sides, mark=mark, share=share, in_background=in_background
+    )

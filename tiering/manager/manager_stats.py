@@ -134,6 +134,12 @@ class ManagerStats:
     )
     rows: int = gauge("rows", "Rows of the CPU tier", "Changes with `primary.capacity` only.")
     rows_free: int = gauge("rows", "Rows that hold nothing", "0 is normal once the CPU tier is full.")
+    rows_unprepared: int = gauge(
+        "rows",
+        "Rows whose memory is still being prepared, or could not be",
+        "0 within a minute of the start. If it stays, the engine runs without its tiers: its log, or a worker's, has the "
+        "reason.",
+    )
     rows_evictable: int = gauge(
         "rows",
         "Rows that hold a block and can be evicted now",

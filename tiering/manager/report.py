@@ -36,6 +36,7 @@ def report(
     stats.jobs_in_flight = len(jobs)
     stats.blocks_queued = sum([len(state.queue) for state in tiers.states])
     stats.rows, stats.rows_free, stats.rows_evictable = rows.rows, rows.free, rows.evictable
+    stats.rows_unprepared = 0 if primary.is_prepared else rows.rows
     stats.rows_reserved, stats.rows_quarantined = reservations.rows, rows.quarantined
     of_primary, of_tiers = _primary_fields(primary, stats), tiers.stats()
     if advisor is not None:

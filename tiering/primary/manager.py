@@ -157,6 +157,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         enable_events: bool = False,
     ) -> None:
         self._region = buffer if isinstance(buffer, SharedRegion) else None
+        self._is_preparing = self._region is not None
         self._view = buffer.view if isinstance(buffer, SharedRegion) else buffer
         if not isinstance(self._view, memoryview):
             raise ConfigError(
@@ -209,6 +210,13 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._stores = Claims()
         # A forked child shares the rows but has its own table, so both processes would use one row for two blocks.
         inert_in_children(self, InertManager)
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the memory of the rows is prepared; until then no row is given to a block."""
+        if self._is_preparing and self._region is not None:
+            self._is_preparing = not self._region.is_prepared
+        return not self._is_preparing
 
     @property
     def room(self) -> int:
@@ -382,8 +390,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
         Returns:
             The rows, one for each distinct key, and the keys evicted for them; or None, with nothing changed, if there
-            is no room for all.
+            is no room for all, or the rows are still being prepared.
         """
+        if self._is_preparing and not self.is_prepared:
+            return None
         taken = self._table.allocate(keys)
         if self.keeper is not None and taken is not None:
             self.keeper.taken(taken[0])

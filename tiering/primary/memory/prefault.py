@@ -27,6 +27,8 @@ logger = logging.getLogger("kv_tiering.region")
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _CHUNK = 128 << 20
+_CALL = 8 << 20
+"""Most bytes of one call. The process can map no other memory during a call."""
 _PROGRESS_SECONDS = 5.0
 
 
@@ -101,13 +103,16 @@ def _reserve_and_touch(rows: NDArray[np.uint8], fd: int, start: int, stop: int) 
     int(rows[start : stop : mmap.PAGESIZE].max())
 
 
-def prefault(flat: NDArray[np.uint8], fd: int, *, share: Share | None = None) -> None:
+def prefault(
+    flat: NDArray[np.uint8], fd: int, *, share: Share | None = None, is_over: Callable[[], bool] = lambda: False
+) -> None:
     """Populate ``flat`` without changing its content; return when all pages are present.
 
     Args:
         flat: the mapping of the file ``fd`` from its start.
         fd: the file.
         share: the part to populate; default: all of it.
+        is_over: returns True once the pages are not needed any more; the call then returns early. Default: never.
 
     Raises:
         RegionError: there is not enough memory, or no thread can be started.
@@ -120,14 +125,18 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, share: Share | None = None) ->
     share = share or Share(_CHUNK, 0, _CHUNK)
 
     def populate(start: int, stop: int) -> int:
-        number = _madvise(address + start, stop - start, _MADV_POPULATE_WRITE)
-        try:
-            if number == errno.EINVAL:
-                _reserve_and_touch(flat, fd, start, stop)
-            elif number:
-                raise OSError(number, os.strerror(number))
-        except OSError as error:
-            raise _no_room(nbytes, error) from error
+        for begin in range(start, stop, _CALL):
+            end = min(begin + _CALL, stop)
+            if is_over():
+                break
+            number = _madvise(address + begin, end - begin, _MADV_POPULATE_WRITE)
+            try:
+                if number == errno.EINVAL:
+                    _reserve_and_touch(flat, fd, begin, end)
+                elif number:
+                    raise OSError(number, os.strerror(number))
+            except OSError as error:
+                raise _no_room(nbytes, error) from error
         return stop - start
 
     runs = deque(share.runs(nbytes))
@@ -136,7 +145,7 @@ def prefault(flat: NDArray[np.uint8], fd: int, *, share: Share | None = None) ->
 
     def work() -> None:
         _move_near(share.cpus)
-        while not failures:
+        while not (failures or is_over()):
             try:
                 run = runs.popleft()
             except IndexError:

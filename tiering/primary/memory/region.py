@@ -20,6 +20,7 @@ import stat
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -30,6 +31,7 @@ from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory.filelock import is_held_elsewhere, is_linked, locked, try_lock, unlock
 from tiering.primary.memory.prefault import Share, prefault
+from tiering.primary.memory.preparation import PREPARED, Preparation
 from tiering.primary.memory.room import check_room
 
 logger = logging.getLogger("kv_tiering.region")
@@ -43,12 +45,14 @@ FILE_PREFIX = "kv-tiering."
 """Prefix of the names of region files."""
 
 # The header is the page after the rows: magic, rows, row stride, sides; then a byte that is 1 once all sides have
-# mapped the region, and a byte that is 1 if a side cannot pin the rows; then the first two different marks.
+# mapped the region, and a byte that is 1 if a side cannot pin the rows; then the first two different marks; then a byte
+# per side, its state of preparation.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvregn01"
 _COMPLETE_AT = 64
 _PAGEABLE_AT = 65
 _MARKS_AT = 128
+_STATES_AT = 256
 # Bytes far beyond the end of the file that only carry locks: one guards the header, then there is one for each side.
 _LOCK_AT = 1 << 60
 _SLOTS_AT = _LOCK_AT + 1
@@ -60,6 +64,8 @@ MAX_SIDES = 1024
 """Largest number of sides that can share a region."""
 MARK_BYTES = 16
 """Length of a mark in bytes."""
+PREPARED_AT_ONCE = 1 << 30
+"""Largest region in bytes whose preparation a start waits for; it takes a fraction of a second."""
 
 
 def row_stride(row_bytes: int) -> int:
@@ -153,16 +159,21 @@ class SharedRegion:
         "_owner",
         "_private",
         "_rows",
+        "_states",
         "address",
         "fd",
+        "in_background",
         "nbytes",
         "num_rows",
         "pageable",
+        "preparation",
         "row_bytes",
         "row_stride",
     )
 
-    def __init__(self, fd: int, num_rows: int, row_bytes: int, path: Path | None = None) -> None:
+    def __init__(
+        self, fd: int, num_rows: int, row_bytes: int, path: Path | None = None, sides: int = 1, side: int = 0
+    ) -> None:
         """Map ``fd``, which the region owns from then on. Use :meth:`create` or :meth:`open_shared` instead."""
         self.num_rows = num_rows
         """Number of rows."""
@@ -187,6 +198,11 @@ class SharedRegion:
         self.pageable: NDArray[np.uint8] = flat[flag : flag + 1]
         """One byte, shared by all sides: any of them sets it to 1 if it cannot pin the rows."""
         self._marks: NDArray[np.uint8] = flat[self.nbytes + _MARKS_AT :][: 2 * MARK_BYTES].reshape(2, MARK_BYTES)
+        self._states: NDArray[np.uint8] = flat[self.nbytes + _STATES_AT :][:sides]
+        self.preparation = Preparation(self._states[side : side + 1])
+        """The preparation of this side's rows."""
+        self.in_background = False
+        """True if the rows are prepared beside the engine's start."""
         self.address: int = flat.ctypes.data
         """Address of the first row in this process."""
         self.fd = fd
@@ -196,13 +212,14 @@ class SharedRegion:
         self._finalizer = weakref.finalize(self, _release, fd, path, self._owner)
 
     @classmethod
-    def create(cls, num_rows: int, row_bytes: int, *, share: Share | None = None) -> Self:
+    def create(cls, num_rows: int, row_bytes: int, *, share: Share | None = None, in_background: bool = False) -> Self:
         """Create an anonymous region for one process.
 
         Args:
             num_rows: number of rows.
             row_bytes: size of a row in bytes; rounded up to whole pages.
             share: the pages to populate; default: all.
+            in_background: as in :meth:`open_shared`.
 
         Raises:
             ConfigError: the region would be empty.
@@ -216,7 +233,7 @@ class SharedRegion:
         except RegionError:
             os.close(fd)
             raise
-        return region._prefaulted(fd, share)
+        return region.prepared(share, in_background)
 
     @classmethod
     def open_shared(
@@ -229,6 +246,7 @@ class SharedRegion:
         mark: bytes | None = None,
         directory: Path = SHM,
         share: Share | None = None,
+        in_background: bool = False,
         timeout: float = 60.0,
     ) -> Self:
         """Open or create the region ``name``. Each side calls this method once, with the same arguments.
@@ -244,6 +262,8 @@ class SharedRegion:
                 least of several has none.
             directory: directory of the region's file; default /dev/shm.
             share: the pages to populate, for a side that uses only some; default: all. One side must populate all.
+            in_background: True to return at once if the region is larger than :data:`PREPARED_AT_ONCE`; the pages of
+                this side are then populated by a thread until :attr:`is_prepared`. Default: False.
             timeout: time limit for another side to finish its change of the header, in seconds; default 60.
 
         Raises:
@@ -271,7 +291,7 @@ class SharedRegion:
                     region.close()
                 raise
             os.close(fd)  # another side swept or completed the region between opening and locking
-        return region._prefaulted(fd, share)
+        return region.prepared(share, in_background)
 
     @classmethod
     def join(cls, fd: int, num_rows: int, row_bytes: int, *, sides: int, mark: bytes | None = None) -> Self:
@@ -295,8 +315,8 @@ class SharedRegion:
     def _joined(cls, fd: int, num_rows: int, row_bytes: int, path: Path, sides: int, mark: bytes | None) -> Self:
         """Become a side of the region; the caller holds the header's lock."""
         _agree(fd, num_rows, row_stride(row_bytes), sides, path)
-        all_there = _take_slot(fd, sides, path, marked=mark is not None)
-        region = cls(fd, num_rows, row_bytes, path)
+        side, all_there = _take_slot(fd, sides, path, marked=mark is not None)
+        region = cls(fd, num_rows, row_bytes, path, sides, side)
         if mark is not None and mark not in region.marks and len(region.marks) < 2:
             region._marks[len(region.marks)] = np.frombuffer(mark, np.uint8)
         if all_there:
@@ -305,13 +325,35 @@ class SharedRegion:
             region._complete[0] = 1
         return region
 
-    def _prefaulted(self, fd: int, share: Share | None) -> Self:
+    def prepared(self, share: Share | None, in_background: bool) -> Self:
+        """Populate the pages of this side, or begin to; return the region.
+
+        Args:
+            share: as in :meth:`open_shared`.
+            in_background: as in :meth:`open_shared`.
+
+        Raises:
+            RegionError: there is not enough memory, or no thread can be started; the region is closed.
+        """
+
+        def populate(is_over: Callable[[], bool]) -> None:
+            prefault(self.array.reshape(-1), self.fd, share=share, is_over=is_over)
+
+        self.in_background = in_background and self.nbytes > PREPARED_AT_ONCE
+        if self.in_background:
+            self.preparation.begin(populate)
+            return self
         try:
-            prefault(self.array.reshape(-1), fd, share=share)
+            self.preparation.run(populate)
         except RegionError:
             self.close()
             raise
         return self
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if all sides have mapped the region and may use every row."""
+        return bool(self._complete[0] and (self._states == PREPARED).all())
 
     @property
     def is_complete(self) -> bool:
@@ -347,10 +389,12 @@ class SharedRegion:
 
         The memory of a region for one process is freed at once, even if views of closed components survive.
         """
+        self.preparation.close()
         if self._rows is not None and self._private and self._finalizer.alive and self._owner == os.getpid():
             _punch(self.fd, self.nbytes)
         self._rows = None
         self._complete, self.pageable, self._marks = self._complete.copy(), self.pageable.copy(), self._marks.copy()
+        self._states = self._states.copy()
         self._finalizer()
 
 
@@ -426,8 +470,8 @@ def _agree(fd: int, num_rows: int, stride: int, sides: int, path: Path) -> None:
         )
 
 
-def _take_slot(fd: int, sides: int, path: Path, *, marked: bool) -> bool:
-    """Lock one of the slots for as long as ``fd`` is open; return True if all sides hold one now.
+def _take_slot(fd: int, sides: int, path: Path, *, marked: bool) -> tuple[int, bool]:
+    """Lock one of the slots for as long as ``fd`` is open; return its number, and True if all sides hold one now.
 
     The caller holds the header's lock. The first slot is for a side without a mark: the sides with marks of two engines
     with one name, which start at the same time, would otherwise count as all sides of one.
@@ -436,4 +480,4 @@ def _take_slot(fd: int, sides: int, path: Path, *, marked: bool) -> bool:
     mine = next((slot for slot in slots[marked and sides > 1 :] if try_lock(fd, slot, 1)), None)
     if mine is None:
         raise RegionError(f"{path}: {sides} sides have mapped it already; do two engines share one engine id?")
-    return all(slot == mine or is_held_elsewhere(fd, slot) for slot in slots)
+    return mine - _SLOTS_AT, all(slot == mine or is_held_elsewhere(fd, slot) for slot in slots)
