@@ -16,8 +16,8 @@ _TILE = tl.constexpr(1024)
 """Words that a program moves at once."""
 _TILES = tl.constexpr(4)
 """Tiles of a page that one program moves, one after the other."""
-_BUS_PROGRAMS = 32
-"""Programs that move pages across the bus: they keep it full, and leave the other processors to the engine's work."""
+_BUS_WORDS = 32 << 10
+"""Words that programs move across the bus at once: they keep it full, and leave most processors to the engine's work."""
 
 
 def move_pages(
@@ -27,7 +27,7 @@ def move_pages(
     count = int(group.pages.shape[1])
     parts = -(-group.longest // (_TILE.value * _TILES.value))
     total = len(blocks) * count * parts
-    programs = min(total, _BUS_PROGRAMS) if direct else total
+    programs = min(total, _BUS_WORDS // min(group.longest, _TILE.value)) if direct else total
     _move[(programs,)](
         group.pages,
         blocks,
