@@ -49,9 +49,7 @@ class TierReports(Generic[Stats]):
         Args:
             current: statistics of the scheduler half since the start.
         """
-        stats = self._make()
-        for record, before in self._labelled.items():
-            stats.record_labelled(record, before.take(current.get(record, {})))
-        for name, fields in self._records.take({name: current[name] for name in RECORDS if name in current}).items():
-            stats.record(name, fields)
+        parts = {record: before.take(current.get(record, {})) for record, before in self._labelled.items()}
+        parts |= self._records.take({name: current[name] for name in RECORDS if name in current})
+        stats = self._make({name: part for name, part in parts.items() if part})
         return None if stats.is_empty() else stats

@@ -128,16 +128,17 @@ class OffloadingConnectorStats:
 
 def _increase(fields: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``fields`` less the counters of ``before``, or unchanged if the counters started again."""
-    result = _plain_copy(fields)
+    result: dict[str, Any] = {}
     for name, value in fields.items():
-        if name in GAUGES or name not in before:
-            continue
+        then = None if name in GAUGES else before.get(name)
         if type(value) is list:
-            result[name] = [now - then for now, then in zip(value, before[name], strict=True)]
-        elif value < before[name]:
+            result[name] = value[:] if then is None else [now - past for now, past in zip(value, then, strict=True)]
+        elif then is None:
+            result[name] = value
+        elif value < then:
             return _plain_copy(fields)
         else:
-            result[name] = value - before[name]
+            result[name] = value - then
     return result
 
 
