@@ -109,6 +109,16 @@ def test_other_requests_make_a_prompt_slower(rig: Rig) -> None:
     assert rig.per_token == pytest.approx(2 * TOKEN, rel=0.1)
 
 
+def test_an_engine_that_was_busy_from_its_start_takes_its_prompts_for_no_faster(rig: Rig) -> None:
+    rig.built({"a": 101})
+    rig.clock.advance(0.1)
+    rig.speed.ended()
+    rig.built({"b": 101})
+    rig.clock.advance(0.1)
+    rig.speed.ended()
+    assert rig.per_token == pytest.approx(2 * TOKEN, rel=0.02)  # half of the time is the most that others take
+
+
 def test_steps_without_tokens_and_reports_without_steps_change_nothing(rig: Rig) -> None:
     rig.built({})
     rig.speed.ended()

@@ -20,6 +20,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
 from tiering.connector.protocols import EngineRequest, SchedulerOutput
 from tiering.runtime.linear_cost import LinearCost
+from tiering.runtime.time_share import TimeShare
 
 HALF_LIFE = 30.0
 """Seconds after which a step has half of its weight in the estimate."""
@@ -68,10 +69,8 @@ class PrefillSpeed:
         """When each step that has not ended was built, its prompt tokens, and the prompts that it ends."""
         self._prompts: dict[ReqId, _Prompt] = {}
         self._ended = -math.inf
-        self._measured = clock()
-        """Time at which the last measured step had ended."""
-        self._share = 0.0
-        """Share of the time that such steps take."""
+        self._share = TimeShare(SHARE_HALF_LIFE, MOST_SHARE, clock())
+        """Share of the time that steps with prompts take."""
         self._cost = LinearCost(HALF_LIFE)
         self._least = 0.0
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
@@ -120,16 +119,14 @@ class PrefillSpeed:
             return
         now = self._clock()
         built, tokens, ends = self._steps.popleft()
-        seconds, since, self._ended = now - max(built, self._ended), now - self._measured, now
+        seconds, self._ended = now - max(built, self._ended), now
         if tokens < LEAST_TOKENS:
             self._least += LEAST_WEIGHT * (seconds - self._least)
         elif seconds > 0.0:
             self._cost.observe(tokens, seconds, now)
-            self._measured = now
-            fade = 0.5 ** (since / SHARE_HALF_LIFE)
-            self._share = min(MOST_SHARE, self._share * fade + min(1.0, seconds / since) * (1.0 - fade))
+            self._share.add(seconds, now)
             # Other requests take their share of the steps, so that a prompt takes longer than its own tokens do.
-            per_token = self._cost.per_unit_beside(self._least) / (1.0 - self._share)
+            per_token = self._cost.per_unit_beside(self._least) / (1.0 - self._share.value)
             self._manager.note_compute([math.inf if size == math.inf else size * per_token for size in self._tokens])
         for prompt in ends:
             self._manager.note_first_token(prompt.ctx, prompt.tokens * self._cost.per_unit_beside(self._least))
