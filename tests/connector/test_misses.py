@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,6 +180,41 @@ def test_a_prompt_diverges_behind_the_blocks_that_it_shares(tmp_path: Path) -> N
             (8, 16, MissCause.DIVERGED, "", NONE),
             (16, 19, MissCause.REMAINDER, "", NONE),
         ]
+
+
+def test_the_first_token_that_differs_is_named(tmp_path: Path) -> None:
+    with rig(tmp_path) as one:
+        one.run(PROMPT, "a")
+        assert one.run([*range(9), *range(100, 110)], "b").spans[0].token == 9
+
+
+def with_adapter(one: Rig, name: str, adapter: str, **fields: Any) -> MissCause:
+    """Run a request with an adapter, and return its first cause."""
+    request = FakeRequest(name, list(PROMPT), lora_request=SimpleNamespace(lora_name=adapter))
+    for word, value in fields.items():
+        setattr(request, word, value)
+    key = repr((adapter, fields)).encode()
+    request.block_hashes = [sha256(key + block_hash).digest() for block_hash in request.block_hashes]
+    one.begin(request)
+    one.scheduler.request_finished(request, [])
+    one.misses.explainer.settle()
+    found = one.misses.explainer.answer(name)
+    assert found is not None
+    return found.spans[0].cause
+
+
+def test_a_prompt_of_another_adapter_is_named_if_the_salt_is_the_same(tmp_path: Path) -> None:
+    with rig(tmp_path) as one:
+        assert with_adapter(one, "a", "french") is MissCause.NEW
+        assert with_adapter(one, "b", "german") is MissCause.OTHER_ADAPTER
+        assert with_adapter(one, "c", "german", cache_salt="theirs") is MissCause.NEW
+        assert with_adapter(one, "d", "french", cache_salt="theirs") is MissCause.OTHER_ADAPTER
+
+
+def test_prompts_with_images_are_not_compared_by_their_tokens(tmp_path: Path) -> None:
+    with rig(tmp_path) as one:
+        assert with_adapter(one, "a", "french", mm_features=["image"]) is MissCause.NEW
+        assert with_adapter(one, "b", "german", mm_features=["image"]) is MissCause.NEW
 
 
 def test_blocks_of_the_engines_own_cache_count_as_known(tmp_path: Path) -> None:

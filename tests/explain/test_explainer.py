@@ -11,10 +11,12 @@ from tests.explain.walk import LEAST, TIERS, causes_of, event, make_explainer
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LookupOutcome
 from tiering.explain import explainer as module
+from tiering.explain import past_prompts
 from tiering.explain.causes import MissCause
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
 from tiering.explain.past_blocks import MOST_SECONDS
+from tiering.explain.past_prompts import NO_PROMPT, Prompt
 from tiering.testing.clock import FakeClock
 from tiering.testing.keys import keys_of
 
@@ -22,12 +24,12 @@ MINE, THEIRS = keys_of(*range(4)), keys_of(*range(100, 104))
 """Keys of one prompt under two cache salts."""
 
 
-def compute(explainer: Explainer, name: str, keys: Sequence[OffloadKey]) -> Explanation:
+def compute(explainer: Explainer, name: str, keys: Sequence[OffloadKey], tokens: Prompt = NO_PROMPT) -> Explanation:
     end = 4 * len(keys)
     outcome = LookupOutcome(False, (), LEAST)
-    explainer.missed(Missed(name, end + 1, 0, end + 1, end, keys, outcome))
+    explainer.missed(Missed(name, end + 1, 0, end + 1, end, keys, outcome, tokens))
     explainer.started(name, 0)
-    explainer.ended(name, keys)
+    explainer.ended(name, keys, tokens)
     explainer.settle()
     found = explainer.answer(name)
     assert found is not None
@@ -52,19 +54,22 @@ class TestTenants:
     ) -> None:
         """The table is asked the same number of times, about the same number of blocks."""
         work: list[list[tuple[str, int]]] = []
+        tokens = list(range(17))
         for others in (False, True):
             explainer, calls = make_explainer(), list[tuple[str, int]]()
             if others:
-                compute(explainer, "theirs", THEIRS)
-            for name in ("hashes", "find", "seen"):
-                original = getattr(explainer._blocks, name)
+                compute(explainer, "theirs", THEIRS, Prompt(tokens, "theirs"))
+            table, prompts = ("hashes", "find", "seen"), ("digest", "adapters", "parting", "add")
+            places = [(explainer._blocks, name) for name in table] + [(explainer._prompts, name) for name in prompts]
+            for place, name in places:
+                original = getattr(place, name)
 
                 def counted(blocks, *rest, name=name, original=original, calls=calls):  # type: ignore[no-untyped-def]
                     calls.append((name, len(blocks)))
                     return original(blocks, *rest)
 
-                monkeypatch.setattr(explainer._blocks, name, counted)
-            compute(explainer, "mine", MINE)
+                monkeypatch.setattr(place, name, counted)
+            compute(explainer, "mine", MINE, Prompt(tokens, "mine"))
             work.append(calls)
         assert work[0] == work[1]
 
@@ -78,6 +83,89 @@ class TestTenants:
             "followed_seconds",
             "causes",
         }
+
+
+class TestTokens:
+    """The same tokens under other keys."""
+
+    TOKENS = tuple(range(17))
+
+    @pytest.mark.parametrize(
+        ("salt", "cause"), [("mine", MissCause.OTHER_ADAPTER), ("theirs", MissCause.NEW), ("", MissCause.NEW)]
+    )
+    def test_another_adapter_is_named_within_a_salt_only(self, salt: str, cause: MissCause) -> None:
+        explainer = make_explainer()
+        compute(explainer, "a", THEIRS, Prompt(self.TOKENS, salt, "french"))
+        spans = compute(explainer, "b", MINE, Prompt(self.TOKENS, "mine", "german")).spans
+        assert [(span.first, span.end, span.cause) for span in spans] == [
+            (0, 16, cause),
+            (16, 17, MissCause.REMAINDER),
+        ]
+
+    def test_blocks_behind_those_of_another_adapter_diverge(self) -> None:
+        explainer = make_explainer()
+        compute(explainer, "a", THEIRS[:2], Prompt(self.TOKENS[:9], "", "french"))
+        spans = compute(explainer, "b", MINE, Prompt(self.TOKENS)).spans
+        assert [(span.first, span.end, span.cause) for span in spans] == [
+            (0, 8, MissCause.OTHER_ADAPTER),
+            (8, 16, MissCause.DIVERGED),
+            (16, 17, MissCause.REMAINDER),
+        ]
+
+    def test_blocks_with_the_same_adapter_and_without_a_record_were_seen(self) -> None:
+        explainer = make_explainer()
+        compute(explainer, "a", THEIRS, Prompt(self.TOKENS))
+        assert compute(explainer, "b", MINE, Prompt(self.TOKENS)).spans[0].cause is MissCause.UNEXAMINED
+
+    @pytest.mark.parametrize("token", [8, 9, 11])
+    def test_the_first_token_that_differs_is_named(self, token: int) -> None:
+        explainer, keys = make_explainer(), [*MINE[:2], *THEIRS[2:]]
+        compute(explainer, "a", MINE, Prompt(self.TOKENS))
+        other = Prompt([*self.TOKENS[:token], 99, *self.TOKENS[token + 1 :]])
+        (_, parted, _) = compute(explainer, "b", keys, other).spans
+        assert (parted.first, parted.cause, parted.token) == (8, MissCause.DIVERGED, token)
+
+    def test_a_prompt_that_ends_before_the_others_block_parts_at_its_end(self) -> None:
+        explainer = make_explainer()
+        compute(explainer, "a", MINE[:2], Prompt(self.TOKENS[:10]))
+        (_, parted, _) = compute(explainer, "b", [*MINE[:2], *THEIRS[2:]], Prompt(self.TOKENS)).spans
+        assert parted.token == 10
+
+    def test_the_token_is_not_named_once_the_tokens_are_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(past_prompts, "MAX_TOKENS", 20)
+        explainer = make_explainer()
+        compute(explainer, "a", MINE, Prompt(self.TOKENS))
+        compute(explainer, "other", keys_of(*range(200, 204)), Prompt(range(50, 67)))
+        other = Prompt([*self.TOKENS[:10], *range(90, 97)])
+        (_, parted, _) = compute(explainer, "b", [*MINE[:2], *THEIRS[2:]], other).spans
+        assert (parted.cause, parted.token) == (MissCause.DIVERGED, None)
+        assert explainer._prompts._kept_tokens <= 20
+
+    def test_tokens_beyond_the_bound_of_the_queue_are_not_examined(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 20)
+        explainer = make_explainer()
+        explainer.ended("a", THEIRS, Prompt(self.TOKENS, "", "french"))
+        explainer.ended("b", keys_of(*range(200, 204)), Prompt(range(50, 67), "", "french"))  # no room
+        explainer.settle()
+        causes = [
+            compute(explainer, "c", MINE, Prompt(self.TOKENS)).spans[0].cause,
+            compute(explainer, "d", keys_of(*range(300, 304)), Prompt(range(50, 67))).spans[0].cause,
+        ]
+        assert causes == [MissCause.OTHER_ADAPTER, MissCause.NEW]
+
+    def test_a_reset_drops_the_tokens(self) -> None:
+        explainer = make_explainer()
+        compute(explainer, "a", THEIRS, Prompt(self.TOKENS, "", "french"))
+        explainer.reset()
+        assert compute(explainer, "b", MINE, Prompt(self.TOKENS)).spans[0].cause is MissCause.NEW
+
+    def test_more_adapters_than_can_be_numbered_are_not_examined(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(past_prompts, "_ADAPTER", 1)
+        explainer = make_explainer()
+        for name in ("", "french", "one too many", "another"):
+            compute(explainer, name, THEIRS, Prompt(self.TOKENS, "", name))
+        assert len(explainer._prompts._adapters) == 2
+        assert compute(explainer, "b", MINE, Prompt(self.TOKENS)).spans[0].cause is MissCause.OTHER_ADAPTER
 
 
 class TestBounds:

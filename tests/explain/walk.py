@@ -13,6 +13,7 @@ from tiering.api.manager import LOCAL, MEDIUM_STORAGE, LookupOutcome, Offloading
 from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
+from tiering.explain.past_prompts import Prompt
 from tiering.testing.clock import FakeClock
 from tiering.testing.keys import keys_of
 
@@ -65,13 +66,22 @@ class Walk:
         causes[allowed:] = [(MissCause.NOT_ALLOWED, "")] * (len(keys) - allowed)
         tail = rng.randrange(1, BLOCK)
         prompt = (found + len(keys)) * BLOCK + tail
+        prompt_tokens = [rng.randrange(100_000) for _ in range(prompt)]
+        if new and rng.random() < 0.4:
+            alike, salt, behind = rng.randrange(1, new + 1), rng.choice(["mine", "theirs"]), len(keys) - new
+            earlier = Prompt(prompt_tokens[: (found + behind + alike) * BLOCK + rng.randrange(BLOCK)], salt, "other")
+            self.explainer.ended("with another adapter", [self.key() for _ in range(alike)], earlier)
+            if salt == "mine":
+                planted = [(MissCause.OTHER_ADAPTER, "")] * alike + [(MissCause.DIVERGED, "")] * (new - alike)
+                causes[behind:allowed] = planted[: max(0, allowed - behind)]
         tokens = [cause for cause in causes for _ in range(BLOCK)] + [(MissCause.REMAINDER, "")] * tail
         failed = rng.randrange(found + 1) if rng.random() < 0.1 else 0
         outcome = LookupOutcome(False, (), LEAST)
         end = prompt - tail
-        self.explainer.missed(Missed(name, prompt, found * BLOCK, (found + allowed) * BLOCK, end, keys, outcome))
+        own = Prompt(prompt_tokens, "mine", "own")
+        self.explainer.missed(Missed(name, prompt, found * BLOCK, (found + allowed) * BLOCK, end, keys, outcome, own))
         self.explainer.started(name, (found - failed) * BLOCK)
-        self.explainer.ended(name, [])
+        self.explainer.ended(name, [], own)
         self.explainer.settle()
         explanation = self.explainer.answer(name)
         assert explanation is not None

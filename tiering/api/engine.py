@@ -102,7 +102,7 @@ class MissExplaining:
     capacities: Mapping[str, int]
     """Capacity of each tier in blocks, by its name, the CPU tier first; 0 for a tier without a capacity."""
     blocks: int = 1_000_000
-    """Largest number of past blocks that are followed, of 16 bytes each."""
+    """Largest number of past blocks that are followed, of 28 bytes each."""
     requests: int = 1000
     """Number of the latest requests whose explanations are kept."""
     socket: Path | None = None

@@ -83,6 +83,8 @@ def _words(span: dict[str, Any]) -> str:
     text = _cause(span["cause"], span.get("tier", ""))
     if "reason" in span:
         text += f" ({REASONS[Reason[span['reason'].upper()]]})"
+    if "token" in span:
+        text += f"; the first token that differs is {span['token']}"
     if "ages" in span:
         newest, oldest = (duration(age) if age else f"under {TIME_UNIT:g} s" for age in span["ages"])
         text += f", {oldest} ago" if newest == oldest else f", {newest} to {oldest} ago"

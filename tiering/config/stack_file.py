@@ -177,7 +177,7 @@ class ExplainOptions(Strict):
     """The explanation of misses: why each prompt token was computed."""
 
     blocks: Annotated[int, Field(ge=1024, le=1 << 24)] = 1_000_000
-    """Largest number of past blocks that are followed; default 1000000. A block takes 16 bytes."""
+    """Largest number of past blocks that are followed; default 1000000. A block takes 28 bytes."""
     requests: Annotated[int, Field(ge=1, le=100_000)] = 1000
     """Number of the latest requests that ``kv-tiering why`` can explain; default 1000."""
     socket: Directory | None = None

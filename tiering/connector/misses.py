@@ -15,6 +15,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.requests import RequestState
 from tiering.explain.explainer import Explainer, Missed
+from tiering.explain.past_prompts import NO_PROMPT, Prompt
 from tiering.explain.service import ExplainService
 
 STOP_SECONDS = 5.0
@@ -94,8 +95,9 @@ class Misses:
         if first + len(missed) < coverable:  # the blocks of an adapter that is not known have no keys
             allowed = min(allowed, (first + len(missed)) * size)
         outcome = self._manager.lookup_outcome(missed[0], state.ctx) if missed else None
+        tokens = _prompt(state)
         self.explainer.missed(
-            Missed(state.ctx.req_id, prompt, state.filled_tokens, allowed, coverable * size, missed, outcome)
+            Missed(state.ctx.req_id, prompt, state.filled_tokens, allowed, coverable * size, missed, outcome, tokens)
         )
 
     def end_step(self, started: Iterable[Any]) -> None:
@@ -111,7 +113,7 @@ class Misses:
     def ended(self, state: RequestState) -> None:
         """Note the end of a request, whose blocks are known from now on."""
         state.extend_keys(self._groups)
-        self.explainer.ended(state.ctx.req_id, state.keys[self._group.group_idx])
+        self.explainer.ended(state.ctx.req_id, state.keys[self._group.group_idx], _prompt(state))
 
     def reset(self) -> None:
         """Note that all blocks were dropped."""
@@ -120,3 +122,16 @@ class Misses:
     def shut_down(self) -> None:
         """End the explainer's thread, and remove its socket."""
         self.service.stop(STOP_SECONDS)
+
+
+def _prompt(state: RequestState) -> Prompt:
+    """Return the tokens of a request by reference; none if its keys depend on more than salt and adapter."""
+    request, variant = state.request, state.variant
+    if getattr(request, "mm_features", None) or getattr(request, "prompt_embeds", None) is not None:
+        return NO_PROMPT
+    adapter = getattr(request.lora_request, "lora_name", "")
+    if variant is not None:
+        if not variant.identity:
+            return NO_PROMPT
+        adapter = f"{adapter} {variant.identity}"
+    return Prompt(request.all_token_ids, getattr(request, "cache_salt", None) or "", adapter)

@@ -21,6 +21,7 @@ class MissCause(IntEnum):
     NEW = 7
     LOAD_FAILED = 8
     UNEXAMINED = 9
+    OTHER_ADAPTER = 10
 
     @property
     def word(self) -> str:
@@ -57,6 +58,7 @@ SENTENCES = {
     MissCause.EVICTED: "evicted from {tier}",
     MissCause.LOST: "{tier} does not have it any more, without an eviction: expired, corrupt or deleted",
     MissCause.DIVERGED: "the prompt differs here from all known prompts that begin alike",
+    MissCause.OTHER_ADAPTER: "computed before with another adapter, or without one; the keys differ in the adapter",
     MissCause.NEW: "no known prompt begins alike",
     MissCause.LOAD_FAILED: "a load to the GPU was planned and failed",
     MissCause.UNEXAMINED: "not examined: the record of the block was dropped",

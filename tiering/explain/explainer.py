@@ -25,6 +25,7 @@ from tiering.api.masking import shown_name
 from tiering.explain.causes import OF_A_TIER, MissCause, Reason
 from tiering.explain.explanation import Explanation, Span, summary
 from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
+from tiering.explain.past_prompts import NO_PROMPT, PastPrompts, Prompt
 from tiering.runtime.forks import inert_in_children
 
 logger = logging.getLogger("kv_tiering.explain")
@@ -34,6 +35,9 @@ MAX_WAITING_BLOCKS = 1 << 18
 
 Notes without keys, which count as one block each, are left out beyond twice this number.
 """
+
+MAX_WAITING_TOKENS = 1 << 20
+"""Largest number of tokens in the queue, about 40 MB; the tokens of further requests are not examined."""
 
 MAX_OPEN = 1 << 16
 """Largest number of requests that have not begun to compute and are remembered."""
@@ -68,6 +72,8 @@ class Missed(NamedTuple):
     """Keys of the coverable blocks from the first one on that is not filled."""
     outcome: LookupOutcome | None
     """Result of the lookup of the first of them; None: nothing is known."""
+    tokens: Prompt = NO_PROMPT
+    """The prompt's tokens, as far as they are to be compared; default: none."""
 
 
 class _Started(NamedTuple):
@@ -78,6 +84,7 @@ class _Started(NamedTuple):
 class _Ended(NamedTuple):
     req_id: str
     keys: Sequence[OffloadKey]
+    tokens: Prompt
 
 
 _RESET = object()
@@ -113,11 +120,14 @@ class Explainer:
         self._index = {name: index for index, name in enumerate(self._names)}
         self._capacities = tuple(explaining.capacities.values())
         self._blocks = PastBlocks(explaining.blocks)
+        self._prompts = PastPrompts(explaining.blocks, block_tokens, pause)
         self._since = clock()
         self._evictions = [0] * len(self._names)
         self._queue: deque[Any] = deque()
         self._noted = self._taken = 0
         """Blocks that were appended to the queue, and that were taken from it."""
+        self._tokens_noted = self._tokens_taken = 0
+        """Tokens that were appended to the queue, and that were taken from it."""
         self._overflown = self._disabled = False
         self._most_requests = explaining.requests
         self._open: dict[str, tuple[Missed, list[Span], float]] = {}
@@ -149,6 +159,13 @@ class Explainer:
         self._noted += blocks + 1
         self._queue.append(note)
 
+    def _bounded(self, prompt: Prompt) -> Prompt:
+        """Return a prompt, without its tokens while too many blocks or tokens wait."""
+        if self._is_late or self._tokens_noted - self._tokens_taken + len(prompt.tokens) > MAX_WAITING_TOKENS:
+            return NO_PROMPT
+        self._tokens_noted += len(prompt.tokens)
+        return prompt
+
     def events(self, events: Iterable[OffloadingEvent]) -> None:
         """Note events of the tiers, in their order."""
         for event in events:
@@ -161,6 +178,7 @@ class Explainer:
 
     def missed(self, missed: Missed) -> None:
         """Note what a request has to compute; its first call counts."""
+        missed = missed._replace(tokens=self._bounded(missed.tokens))
         if self._is_late:
             missed = missed._replace(keys=())  # its blocks are not examined
         self._note(missed, len(missed.keys), room=2)
@@ -169,10 +187,10 @@ class Explainer:
         """Note that a request begins to compute behind ``computed`` tokens."""
         self._note(_Started(req_id, computed), 0, room=2)
 
-    def ended(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
-        """Note that a request has ended, and the keys of all blocks that it had."""
+    def ended(self, req_id: str, keys: Sequence[OffloadKey], tokens: Prompt = NO_PROMPT) -> None:
+        """Note that a request has ended, with the keys of all blocks and the tokens that it had."""
         keys = () if self._is_late else keys
-        self._note(_Ended(req_id, keys), len(keys), room=2)
+        self._note(_Ended(req_id, keys, self._bounded(tokens)), len(keys), room=2)
 
     def reset(self) -> None:
         """Note that all blocks were dropped, because of a reset: from now on, all are unknown."""
@@ -194,8 +212,10 @@ class Explainer:
         """Process all notes so far."""
         for _ in range(len(self._queue)):
             note = self._queue.popleft()
+            size = len(note.tokens.tokens) if isinstance(note, Missed | _Ended) else 0
             self._process(note)
             self._taken += 1 + len(getattr(note, "keys", ()))
+            self._tokens_taken += size
 
     def answer(self, req_id: str) -> Explanation | None:
         """Return the explanation of a request; None if it has none, or has dropped out.
@@ -230,6 +250,7 @@ class Explainer:
     def _process(self, note: object) -> None:
         if self.followed_seconds > MOST_SECONDS or note is _RESET:
             self._blocks.clear()
+            self._prompts.clear()
             self._since = self._clock()
         if isinstance(note, OffloadingEvent):
             self._follow(note)
@@ -249,6 +270,8 @@ class Explainer:
             self._open.pop(note.req_id, None)
             for hashes in self._pieces(note.keys):
                 self._blocks.seen(hashes, self._time)
+            if digest := self._prompts.digest(note.tokens):
+                self._prompts.add(digest)
 
     @property
     def _time(self) -> int:
@@ -284,9 +307,11 @@ class Explainer:
         if found:
             records = Records.joined([records for _, records in found])
             codes = self._codes(missed, records, first)
+            parting = self._compare_tokens(codes, missed, first)
             borders = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
             for start, end in pairwise(borders):
-                spans.append(self._span(int(codes[start]), records, start, end, first * size))
+                span = self._span(int(codes[start]), records, start, end, first * size)
+                spans.append(span._replace(token=parting) if span.cause is MissCause.DIVERGED else span)
             for hashes, _ in found:
                 self._blocks.seen(hashes, self._time)
         end = (first + len(missed.keys)) * size
@@ -320,6 +345,29 @@ class Explainer:
         allowed = max(0, missed.allowed // self._block_tokens - first)
         codes[allowed:] = _code(MissCause.NOT_ALLOWED)
         return codes
+
+    def _compare_tokens(self, codes: NDArray[np.int64], missed: Missed, first: int) -> int | None:
+        """Set the numbers of blocks whose tokens alone are known, and return the first new token.
+
+        Args:
+            codes: a number for each missed block; changed in place.
+            missed: the blocks.
+            first: position of the first of them in the prompt.
+        """
+        unknown = np.flatnonzero((codes == _code(MissCause.DIVERGED)) | (codes == _code(MissCause.NEW)))
+        digest = self._prompts.digest(missed.tokens) if len(unknown) else None
+        if digest is None:
+            return None
+        start, end = int(unknown[0]), int(unknown[-1]) + 1
+        own, other = (found[: end - start] for found in self._prompts.adapters(digest, first + start))
+        behind = int(np.flatnonzero(own | other)[-1]) + 1 if (own | other).any() else 0
+        if not behind:
+            return self._prompts.parting(digest, first + start)
+        # A hash covers all tokens before it, so that blocks before a known one were seen as well.
+        codes[start : start + behind] = _code(MissCause.UNEXAMINED)
+        codes[start : start + behind][other[:behind]] = _code(MissCause.OTHER_ADAPTER)
+        codes[start + behind : end] = _code(MissCause.DIVERGED)
+        return None
 
     def _add_held(self, codes: NDArray[np.int64], outcome: LookupOutcome | None, held: NDArray[np.uint32]) -> None:
         """Set the numbers of the blocks that a tier holds."""

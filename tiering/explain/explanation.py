@@ -25,6 +25,11 @@ class Span(NamedTuple):
     """Smallest and largest age of the evictions or losses in seconds; None for other causes."""
     factor: float | None = None
     """Multiple of the tier's capacity at which LRU would have kept all the blocks; None if not known."""
+    token: int | None = None
+    """First token that differs from the latest known prompt with the same blocks before.
+
+    None if it is not known.
+    """
 
 
 class Explanation(NamedTuple):
@@ -57,7 +62,13 @@ class Explanation(NamedTuple):
 
 def _span_data(span: Span) -> dict[str, Any]:
     """Return what is known of a span."""
-    known = {"tier": span.tier, "reason": span.reason.word, "ages": span.ages, "factor": span.factor}
+    known = {
+        "tier": span.tier,
+        "reason": span.reason.word,
+        "ages": span.ages,
+        "factor": span.factor,
+        "token": span.token,
+    }
     place = {"first": span.first, "end": span.end, "cause": span.cause.word}
     return place | {word: value for word, value in known.items() if value}
 
