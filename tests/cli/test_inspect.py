@@ -95,6 +95,7 @@ def test_a_directory_tells_namespaces_blocks_and_bytes(disk: Path, make_local: C
     }
     assert all(epoch["nbytes"] == epoch["blocks"] * (8192 + 4096) for epoch in found["epochs"])
     assert all(epoch["oldest"] <= epoch["newest"] <= time.time() for epoch in found["epochs"])
+    assert list(found["differences"].values()) == [['model.name ("model-a" there, "model-b" here)']]
 
 
 def test_a_bucket_tells_the_same(objects: Path, make_s3: Make) -> None:

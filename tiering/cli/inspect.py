@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import click
@@ -16,6 +16,7 @@ from tiering.cli.output import age, duration, print_json, stdout
 from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
 from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
+from tiering.epochs.nearest import differences
 
 _CPU_TIER = "its blocks end with the engine; kv-tiering top shows them while the engine runs"
 
@@ -147,6 +148,8 @@ class TierContent:
     """Number of engines whose published keys a warm start finds."""
     descriptions: int = 0
     """Number of documents that describe blocks for KV events after a restart."""
+    differences: dict[str, list[str]] = field(default_factory=dict)
+    """Parameters in which each namespace differs from the one that was written last."""
 
     @property
     def nbytes(self) -> int:
@@ -177,8 +180,30 @@ async def read_content(admin: TierAdmin) -> TierContent:
         content.newest = block.modified if content.newest is None else max(content.newest, block.modified)
     ordered = sorted(epochs.values(), key=lambda found: (found.namespace, -found.blocks, found.fingerprint))
     return TierContent(
-        admin.place, admin.owner(), ordered, admin.unreadable, admin.suspects, admin.hot_keys, admin.descriptions
+        admin.place,
+        admin.owner(),
+        ordered,
+        admin.unreadable,
+        admin.suspects,
+        admin.hot_keys,
+        admin.descriptions,
+        _compared(known, ordered),
     )
+
+
+def _compared(known: Mapping[str, KnownNamespace], epochs: Sequence[EpochContent]) -> dict[str, list[str]]:
+    """Return the parameters in which each namespace differs from the one that was written last.
+
+    Args:
+        known: the namespaces by name; those without a document of their parameters are left out.
+        epochs: the blocks on the medium.
+    """
+    written = {found.namespace: found.newest for found in sorted(epochs, key=lambda one: one.newest or 0.0)}
+    readable = [name for name in written if name in known and known[name].parameters]
+    if not readable:
+        return {}
+    last = known[readable[-1]].parameters
+    return {name: differences(last, known[name].parameters) for name in readable[:-1]}
 
 
 def _empty(known: Mapping[str, KnownNamespace], namespace: str, fingerprint: str) -> EpochContent:
@@ -234,6 +259,8 @@ def _remarks(content: TierContent) -> Iterator[tuple[str, str]]:
         yield "hot keys", f"{content.hot_keys:,} engines have published which blocks they use most, for a warm start"
     if content.descriptions:
         yield "descriptions", f"{content.descriptions:,} documents describe blocks for KV events, with their tokens"
+    for namespace, texts in content.differences.items():
+        yield "namespace", f"{namespace[:8]} differs from the one that was written last in {'; '.join(texts)}"
     for found in content.epochs:
         if found.holder:
             yield "lease", f"{found.fingerprint[:8]} is the epoch of {found.holder}"

@@ -61,6 +61,16 @@ def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> N
     )
 
 
+def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the parameters in which two namespaces differ, with their values but those that are secret.
+
+    Args:
+        own: parameters of a namespace, as in its document.
+        other: those of another one, which is "there" in the texts.
+    """
+    return list(_differences(_leaves(own), _leaves(other)))
+
+
 def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
     try:
         stored = store.read_document(name)
