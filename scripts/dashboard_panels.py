@@ -408,8 +408,12 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         ),
         Panel(
             "Cached prompt tokens by tenant, tokens per second",
-            {"{{tenant}} {{tier}}": _rate("kv_tiering_cached_tokens_total", "tenant, tier", _ENGINE)},
-            "Only with report_cached in the stack. A tenant is the keyed hash of a cache salt.",
+            {
+                "{{tenant}} {{tier}}": _rate("kv_tiering_cached_tokens_total", "tenant, tier", _ENGINE),
+                "{{tenant}} arrived": _rate("kv_tiering_cached_tokens_arrived_total", "tenant", _ENGINE),
+            },
+            "Only with report_cached in the stack. A tenant is the keyed hash of a cache salt. If fewer have "
+            "arrived than all tiers had, loads failed, and the engine computed those tokens.",
         ),
         Panel(
             "In progress",

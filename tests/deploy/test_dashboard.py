@@ -22,7 +22,6 @@ NOT_SHOWN = {
     "kv_tiering_misses_total": "the hit rate says it",
     "kv_tiering_breaker_opened_total": "the panel of breakers shows each time",
     "kv_tiering_coordinated": "0 also for tiers without a coordination, where it says nothing",
-    "kv_tiering_cached_tokens_arrived_total": "for bills; those found are shown",
     "kv_tiering_cascades_total": "bytes written say it",
     "kv_tiering_descriptions_refused_total": "for routers",
     "kv_tiering_descriptions_written_total": "for routers",
