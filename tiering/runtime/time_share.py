@@ -1,4 +1,4 @@
-"""Moving share of the time in which something works, such as an engine that prefills or a tier that loads."""
+"""Moving share of the time in which something works, such as a tier that loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class TimeShare:
         """The share at the last work, from 0 to the largest one."""
 
     def add(self, seconds: float, now: float) -> None:
-        """Record that ``seconds`` of the time since the last call were work; at the same time, the next call counts."""
+        """Record that ``seconds`` of the time since the last call were work.
+
+        Of several calls at the same time, all count with the next one.
+        """
         seconds += self._carried
         since = now - self._until
         self._carried = 0.0 if since > 0.0 else seconds
