@@ -33,11 +33,11 @@ def main() -> int:
     seconds = time.monotonic() - began
     if story.acts:
         display.heading("Side by side")
-        display.table([*story.acts, *story.controls], story.acts[0])
+        display.table([*story.acts, *story.machine, *story.controls], story.acts[0])
     display.heading("What was claimed, and whether it held")
     display.checks(story.checks)
     report = options.out / "report.json"
-    write_report(report, story.acts, story.controls, story.checks, seconds)
+    write_report(report, [*story.acts, *story.machine], story.controls, story.checks, seconds)
     held = all(check.held for check in story.checks)
     if held:
         story.tidy()

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class ActSettings:
     """The arguments of an act's process.
 
     ``seen``: the file of block names that were computed before (read, and extended). ``broken_loads``: loads copy
-    nothing and claim success. ``log``: where the act's log goes.
+    nothing and claim success. ``inherits``: seconds to wait for blocks in rows of an engine that has ended. ``holds``:
+    the engine stays up at the end, until it is killed. ``log``: where the act's log goes.
     """
 
     name: str
@@ -36,6 +38,8 @@ class ActSettings:
     log: str
     stack: dict[str, Any] | None = None
     broken_loads: bool = False
+    inherits: float = 0.0
+    holds: bool = False
     num_blocks: int = 192
     threads: int = 1
     shape: dict[str, int] = field(default_factory=dict)
@@ -77,14 +81,27 @@ def count_bytes(result: ActResult, engine: Engine) -> None:
     result.bytes_moved = dict(engine.tiers.bytes_moved)
     token_bytes = engine.tiers.block_bytes[0] // engine.options.block_size
     promoted = 0
+    stack = engine.options.stack
+    shared = isinstance(stack, Mapping) and "machine" in stack
     for name, stats in engine.tiers.secondary_stats().items():
         result.bytes_moved[f"{name}_read"] = stats["read_bytes"]
         result.bytes_moved[f"{name}_written"] = stats["written_bytes"]
         result.corrupt_blocks[name] = stats["corrupt_blocks"]
-        result.hit_tokens_by_tier[name] = stats["read_bytes"] // token_bytes
+        # The bytes that a service has read are those of all its engines.
+        blocks = stats["promotions"] * engine.options.block_size
+        result.hit_tokens_by_tier[name] = blocks if shared else stats["read_bytes"] // token_bytes
         promoted += result.hit_tokens_by_tier[name]
     loaded = engine.tiers.bytes_moved.get("cpu_to_gpu", 0) // token_bytes
     result.hit_tokens_by_tier["cpu"] = max(0, loaded - promoted)
+
+
+def inherited(engine: Engine, seconds: float) -> int:
+    """Step for at most ``seconds`` until the engine has blocks of an earlier one, and return their number."""
+    count, until = 0, time.monotonic() + seconds
+    while engine.tiers is not None and not count and time.monotonic() < until:
+        engine.step()
+        count = engine.tiers.scheduler_half.get_stats()["manager"]["inherited_blocks"]
+    return count
 
 
 def perform(settings: ActSettings) -> ActResult:
@@ -99,6 +116,7 @@ def perform(settings: ActSettings) -> ActResult:
     replace_loads = copy_nothing if settings.broken_loads else None
     blocks: set[bytes] = set()
     with Engine(options, replace_loads) as engine:
+        result.inherited_blocks = inherited(engine, settings.inherits)
         began = last = time.perf_counter()
         done = 0
 
@@ -138,7 +156,11 @@ def perform(settings: ActSettings) -> ActResult:
         result.settled = engine.settle(60.0)
         count_bytes(result, engine)
         result.kv_bytes = len(blocks) * engine.worker.cache.block_bytes
-    seen_file.write_text("\n".join(name.hex() for name in seen))
+        seen_file.write_text("\n".join(name.hex() for name in seen))
+        if settings.holds:
+            result.save(Path(settings.result))
+            say(phase="hold")
+            sys.stdin.read()
     return result
 
 

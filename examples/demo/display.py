@@ -119,7 +119,7 @@ def _row(act: ActResult, first: ActResult) -> tuple[str, ...]:
         _mebi(act, "cpu_to_gpu"),
         _mebi(act, "local_read", "local_written"),
         _mebi(act, "s3_read", "s3_written"),
-        "reference" if act is first else ("identical" if act.same_as(first) else "DIFFERENT"),
+        "reference" if act is first else ("identical" if act.agrees_with(first) else "DIFFERENT"),
     )
 
 

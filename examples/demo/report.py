@@ -31,6 +31,8 @@ class ActResult:
     hit_tokens_by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     bytes_moved: dict[str, int] = field(default_factory=dict)
     corrupt_blocks: dict[str, int] = field(default_factory=dict)
+    inherited_blocks: int = 0
+    """Blocks that were found in the rows of an engine that has ended."""
     settled: bool = True
     kv_bytes: int = 0
     """KV of all distinct blocks of the act's prompts and answers."""
@@ -44,6 +46,13 @@ class ActResult:
     def same_as(self, other: ActResult) -> bool:
         """Return True if every token of every answer, and the logits behind it to the last bit, are the same."""
         return bool(self.answers) and self.answers == other.answers and self.digests == other.digests
+
+    def agrees_with(self, other: ActResult) -> bool:
+        """Return True if each answer is the other act's, which may have more of them."""
+        return bool(self.answers) and all(
+            tokens == other.answers.get(name) and self.digests[name] == other.digests.get(name)
+            for name, tokens in self.answers.items()
+        )
 
     def different_answers(self, other: ActResult) -> list[str]:
         """The answers that are not the same."""
@@ -75,6 +84,7 @@ class ActResult:
             "hit_tokens_by_tier": self.hit_tokens_by_tier,
             "bytes_moved": self.bytes_moved,
             "corrupt_blocks": self.corrupt_blocks,
+            "inherited_blocks": self.inherited_blocks,
         }
 
 

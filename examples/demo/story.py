@@ -1,4 +1,4 @@
-"""The four acts and the two negative controls ("attempts to cheat"), and the checks of their results."""
+"""The acts and the negative controls ("attempts to cheat"), and the checks of their results."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from examples import s3_server
 from examples.demo.act import ActSettings
 from examples.demo.display import MEBI, Display
+from examples.demo.machine import serving
 from examples.demo.report import ActResult, Check
 from examples.demo.tamper import flip_blocks
 from examples.demo.workload import Shape, Workload
@@ -41,6 +44,7 @@ class Story:
     gpu_blocks: int = 192
     cpu_bytes: int = 64 * MEBI
     acts: list[ActResult] = field(default_factory=list)
+    machine: list[ActResult] = field(default_factory=list)
     controls: list[ActResult] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
@@ -77,13 +81,14 @@ class Story:
             elsewhere = self._tiers(server, self.directory / "local of a new machine")
             why = "Another machine: an empty local disk, nothing but the bucket."
             self._play("4 new machine", why, elsewhere, environment, seen="2 three tiers")
+            self._share_a_machine()
             self._alter_blocks(workload, tiers, environment)
             self._break_loads(elsewhere, environment)
         self._conclude(first)
 
     def tidy(self) -> None:
         """Remove the tiers' data; settings, results and logs stay."""
-        for data in ("s3", "local", "local of a new machine"):
+        for data in ("s3", "local", "local of a new machine", "local of the service"):
             shutil.rmtree(self.directory / data, ignore_errors=True)
 
     # --------------------------------------------------------------------------------------------------------- the acts
@@ -119,8 +124,14 @@ class Story:
         environment: dict[str, str],
         seen: str | None,
         broken_loads: bool = False,
+        shape: Shape | None = None,
+        inherits: float = 0.0,
+        meanwhile: Callable[[], None] | None = None,
     ) -> ActResult:
-        """Run one act in a process of its own; raise :class:`ActFailed` if the process fails."""
+        """Run one act in a process of its own; raise :class:`ActFailed` if the process fails.
+
+        With ``meanwhile``, the act's engine stays up for that function, and is killed then.
+        """
         place = self.directory / name.replace(" ", "-")
         place.mkdir()
         if seen is not None:
@@ -132,8 +143,10 @@ class Story:
             log=str(place / "log"),
             stack=stack,
             broken_loads=broken_loads,
+            inherits=inherits,
+            holds=meanwhile is not None,
             num_blocks=self.gpu_blocks,
-            shape=asdict(self.shape),
+            shape=asdict(shape or self.shape),
         )
         settings.save(place / "settings.json")
         command = [sys.executable, "-m", "examples.demo.act", str(place / "settings.json")]
@@ -141,14 +154,20 @@ class Story:
         environment = inherited | environment | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         with (place / "errors").open("wb") as errors:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=environment
+                command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.PIPE, env=environment
             )
         watchdog = threading.Timer(ACT_TIMEOUT, process.kill)
         watchdog.start()
         try:
             with self.display.progress(name) as progress:
                 for line in process.stdout or ():
-                    progress.update(json.loads(line))
+                    sign = json.loads(line)
+                    if sign["phase"] == "hold":
+                        break
+                    progress.update(sign)
+            if meanwhile is not None and process.poll() is None:
+                meanwhile()
+                process.kill()
             code = process.wait()
         finally:
             overdue = not watchdog.is_alive()
@@ -156,14 +175,71 @@ class Story:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
         if overdue:
             raise ActFailed(f"act {name} did not end within {ACT_TIMEOUT:.0f} s; what it did is in {place}")
-        if code:
+        if code != (0 if meanwhile is None else -signal.SIGKILL):
             tail = "\n".join((place / "errors").read_text(errors="replace").strip().splitlines()[-12:])
             raise ActFailed(f"act {name} ended with code {code}; its last words (all of them are in {place}):\n{tail}")
         return ActResult.load(place / "result.json")
+
+    # -------------------------------------------------------------------------------------------- one cache per machine
+
+    def _share_a_machine(self) -> None:
+        """Let two engines share a service, and kill one of them, which starts again."""
+        self.display.heading("Act 5 one machine")
+        self.display.say(
+            "Two engines share the disk of one service (kv-tiering serve), for a part of the questions. The first\n"
+            "engine is killed and starts again: the rows of its CPU tier are memory of the service, and outlive it."
+        )
+        shape = replace(self.shape, users=min(3, self.shape.users), turns=min(2, self.shape.turns))
+        disk = {"type": "local", "path": str(self.directory / "local of the service"), "capacity": "256MiB"}
+        results: dict[str, ActResult] = {}
+
+        def play(name: str, what: str, **words: Any) -> None:
+            self.display.say(what)
+            stack = {"primary": {"capacity": self.cpu_bytes}, "machine": machine, "salt": words.pop("salt", "")}
+            results[name] = self._run(name, stack, {}, None, shape=shape, **words)
+
+        with serving(self.directory, disk, self.cpu_bytes) as path:
+            machine = {"socket": str(path), "tiers": ["local"], "keep_rows": True, "lookup_deadline": "10s"}
+            play(
+                "5 first of two",
+                "The first engine, cold:",
+                meanwhile=lambda: play("5 second of two", "The second engine, while the first one runs:"),
+            )
+            play("5 killed, back", "The first engine, killed and started again:", inherits=60.0)
+            play("other salt", "Attempt to cheat: an engine with another salt:", salt="another tenant", inherits=2.0)
+        control = results.pop("other salt")
+        second, back = results["5 second of two"], results["5 killed, back"]
+        self.machine += results.values()
+        self.controls.append(control)
+        size = EngineOptions().block_size
+        hits = back.hit_tokens_by_tier["cpu"]
+        self.display.say(
+            f"-> the second engine computed {second.computed_tokens:,} of {second.prompt_tokens:,} tokens; the first "
+            f"came back to {back.inherited_blocks * size:,} tokens in its rows, and computed {back.computed_tokens:,}"
+        )
+        shared = second.hit_tokens_by_tier["local"]
+        agree = all(result.agrees_with(self.acts[0]) for result in (*results.values(), control))
+        counted = f"{sum(len(result.answers) for result in results.values())} answers of two engines and a restart"
+        found = f"with another salt: {control.inherited_blocks} blocks in rows, "
+        found += f"{control.hit_tokens_by_tier['local']:,} tokens from the disk"
+        self.checks += [
+            Check("two engines share one disk", shared > 0, f"{shared:,} tokens came from what the other had stored"),
+            Check(
+                "a killed engine comes back warm", back.inherited_blocks > 0 < hits, f"{hits:,} tokens from its rows"
+            ),
+            Check("the service changes no answer", agree, counted),
+            Check(
+                "another tenant finds nothing",
+                control.inherited_blocks == 0 == control.hit_tokens_by_tier["local"]
+                and control.computed_tokens == results["5 first of two"].computed_tokens,
+                found,
+            ),
+        ]
 
     # ------------------------------------------------------------------------------------------------ negative controls
 
@@ -232,7 +308,7 @@ class Story:
         worse = [act.name for act in tiered if act.recomputed_tokens * 4 > first.recomputed_tokens]
         seen = ", ".join(f"{act.recomputed_tokens:,} in act {act.name}" for act in self.acts)
         checks.append(Check("little is computed twice", not worse, seen))
-        lost = [act.name for act in (*tiered, *self.controls) if not act.settled]
+        lost = [act.name for act in (*tiered, *self.machine, *self.controls) if not act.settled]
         checks.append(
             Check(
                 "every store ended",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples.demo.act import ActSettings, perform
+from examples.demo.display import Display
 from examples.demo.report import ActResult, Check, write_report
+from examples.demo.story import Story
 from examples.demo.tamper import flip_blocks
 from examples.demo.workload import Shape, Workload
 from tiering.medium.frame import encode_header
@@ -97,3 +99,13 @@ def test_the_report_says_what_held(held: bool, tmp_path: Path) -> None:
     assert report["all_held"] is held
     assert report["acts"][0]["ttft_p50_s"] == pytest.approx(0.2)
     assert set(report["acts"][0]["hit_tokens_by_tier"]) == {"gpu", "cpu", "local", "s3"}
+
+
+def test_two_engines_share_a_machine_and_the_killed_one_comes_back_warm(tmp_path: Path) -> None:
+    story = Story(tmp_path, Display(plain=True), shape=TINY, gpu_blocks=32)
+    story.acts.append(story._run("1 no tiers", None, {}, None))
+    story._share_a_machine()
+    assert [(check.name, check.seen) for check in story.checks if not check.held] == []
+    assert len(story.checks) == 4
+    other = dataclasses.replace(story.acts[0], answers={**story.acts[0].answers, "Ada/1": [0]})
+    assert not story.machine[0].agrees_with(other)
