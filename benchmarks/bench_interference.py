@@ -254,8 +254,8 @@ def _nothing() -> None:
     pass
 
 
-def _compute() -> Callable[[], object]:
-    """Compute for about :data:`COMPUTE_SECONDS` on one core, in one call without the interpreter lock."""
+def compute_for(seconds: float) -> Callable[[], object]:
+    """Return a function that computes for about ``seconds`` on one core, in one call without the interpreter lock."""
     torch.set_num_threads(1)
     size = 128
     while True:
@@ -265,7 +265,7 @@ def _compute() -> Callable[[], object]:
             begun = time.perf_counter()
             torch.mm(a, a, out=out)
             times.append(time.perf_counter() - begun)
-        if min(times) >= COMPUTE_SECONDS:
+        if min(times) >= seconds:
             return lambda: torch.mm(a, a, out=out)
         size += max(16, size // 16)
 
@@ -331,7 +331,7 @@ def run(bench: Bench) -> None:
         _measure(
             bench,
             "5 ms of computing between steps",
-            Engine(subject, 20 if bench.quick else 150, _compute()),
+            Engine(subject, 20 if bench.quick else 150, compute_for(COMPUTE_SECONDS)),
             flow,
             child,
         )

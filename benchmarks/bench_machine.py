@@ -1,0 +1,499 @@
+"""One cache per machine: engines that share a service, beside engines with tiers of their own.
+
+The service is a process of its own (``kv-tiering serve``). The first part counts what a bucket is asked for: engines in
+one process look the same prompts up at the same time, in blocks of 256 KiB, behind a bucket that answers a GET after
+25 ms. The second part plays conversations, whose turns go to any of four engines, with CPU tiers of 32 blocks and disks
+large enough for all blocks; "one shared disk" is the share of blocks that some engine has had before. The third part is
+the cost of the scheduler's thread: lookups of what is known to be held, and the end of a step that sends a message with
+two lookups, a load of 16 blocks and a notice. A step without a message is beside it.
+
+The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
+that uses the interpreter all the time, and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
+computes for 5 ms between steps without the interpreter. The tier is in the process of the engine, or in the service,
+which is held to the rate that the tier in the process has reached.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_control_plane import Subject
+from benchmarks.bench_interference import Engine, compute_for
+from benchmarks.harness import Bench, Cell, Sample, ratio, spread, timed
+from benchmarks.slow_s3 import BUCKET, slow_s3
+from tests.machine.hosts import service_process
+from tiering import ModelIdentity, OffloadKey, ReqContext, load_stack, make_offload_key, open_manager
+from tiering.api.namespace import Namespace
+from tiering.config.registry import tier_definition
+from tiering.manager.waiting import wait_for_prefix, wait_until_idle
+from tiering.primary.memory.region import SharedRegion
+from tiering.secondary.contract import SecondaryTierManager, TierContext, TransferJob
+
+MODEL = ModelIdentity(name="bench", weights="0", dtype="int8", layout="machine")
+ENGINES, PROMPTS, PROMPT_BLOCKS, BUCKET_BLOCK = 8, 4, 16, 256 << 10
+REPLICAS, CPU_ROWS, SMALL_BLOCK = 4, 32, 4 << 10
+LOAD_BLOCK, STEP_BLOCK = 512 << 10, 2 << 20
+JOB_BLOCKS, JOBS_AHEAD = 16, 4
+GET_SECONDS, COMPUTE_SECONDS, BUSY_SECONDS = 0.025, 0.005, 0.002
+WAIT = 60.0
+ROUNDS = 12
+
+Stack = Mapping[str, Any]
+
+
+def key_of(*words: int) -> OffloadKey:
+    """Return the key of a block that ``words`` identify."""
+    return make_offload_key(b"".join(word.to_bytes(8, "big") for word in words).rjust(32, b"\0"), 0)
+
+
+@contextmanager
+def engines(count: int, stack: Callable[[int], Stack], block: int) -> Iterator[list[Any]]:
+    """Open the managers of ``count`` engines of this process."""
+    with ExitStack() as undo:
+        made = []
+        for number in range(count):
+            made.append(open_manager(load_stack(dict(stack(number))), block, MODEL))
+            undo.callback(made[-1].shutdown)
+        yield made
+
+
+def store(manager: Any, keys: list[OffloadKey]) -> None:
+    """Store blocks, and wait until all tiers have them."""
+    ctx = ReqContext(f"store-{keys[0].hex()[-12:]}")
+    manager.on_new_request(ctx)
+    out = manager.prepare_store(keys, ctx)
+    if out is None:
+        raise RuntimeError("the CPU tier has no room")
+    manager.complete_store(out.keys_to_store, ctx)
+    manager.on_request_finished(ctx)
+    if not wait_until_idle(manager, WAIT):
+        raise RuntimeError("a store did not end")
+
+
+# ----------------------------------------------------------------------------------------------------------- the bucket
+
+
+def bucket(bench: Bench) -> None:
+    """Count the requests of engines that want the same prompts at once."""
+    count, prompts = (2, 1) if bench.quick else (ENGINES, PROMPTS)
+    blocks = [[key_of(prompt, at) for at in range(PROMPT_BLOCKS)] for prompt in range(prompts)]
+    capacity = 2 * prompts * PROMPT_BLOCKS * BUCKET_BLOCK
+    with slow_s3() as server, ExitStack() as undo:
+        undo.enter_context(_variables(server.environment()))
+        tier = {"type": "s3", "bucket": BUCKET, "endpoint_url": server.endpoint, "prefix": "kv/"}
+        service = undo.enter_context(
+            service_process(_made(bench.directory / "bucket"), tier, environment=server.environment())
+        )
+        own: Stack = {"primary": {"capacity": capacity}, "secondary": [tier]}
+        shared: Stack = {"primary": {"capacity": capacity}, "machine": _machine(service.socket, "s3")}
+        for stack in (own, shared):
+            with engines(1, lambda _, stack=stack: stack, BUCKET_BLOCK) as (first,):  # type: ignore[misc]
+                for keys in blocks:
+                    store(first, keys)
+
+        def wanted(stack: Stack) -> Sample:
+            server.delay(get=GET_SECONDS)
+            with engines(count, lambda _: stack, BUCKET_BLOCK) as made:
+                gets = _gets(made, stack)
+                seconds = timed(lambda: _load_together(made, blocks)).value
+                gets = _gets(made, stack) - gets
+            server.delay(get=0.0005)
+            return Sample(seconds, extra={"GETs per block": gets / prompts / PROMPT_BLOCKS})
+
+        stats = bench.compare(
+            f"{count} engines want the same {prompts * PROMPT_BLOCKS} blocks of a bucket",
+            {"a tier in each engine": lambda: wanted(own), "one service": lambda: wanted(shared)},
+            repeats=3,
+            unit="s",
+        )
+        gets = stats["one service"].extra["GETs per block"]
+        bench.target(f"GETs per block and machine, {count} engines", gets, 1.0, "max")
+
+
+def _gets(made: list[Any], stack: Stack) -> int:
+    """Return the GETs so far; a service counts those of all its engines together."""
+    time.sleep(1.2 * ("machine" in stack))  # the service reports about once a second
+    for manager in made:
+        manager.on_schedule_end()
+    counts = [int(manager.get_stats()["tiers"]["s3"]["requests_get"]) for manager in made]
+    return max(counts) if "machine" in stack else sum(counts)
+
+
+def _load_together(made: list[Any], blocks: list[list[OffloadKey]]) -> None:
+    """Let all engines look all prompts up at once, and wait until each has each block."""
+    waiting = [(manager, keys, ReqContext(f"{at}")) for manager in made for at, keys in enumerate(blocks)]
+    for manager, _, ctx in waiting:
+        manager.on_new_request(ctx)
+    until = time.monotonic() + WAIT
+    left = waiting
+    while left:
+        if time.monotonic() > until:
+            raise RuntimeError("a load did not end")
+        left = [each for each in left if (match := each[0].match_prefix(each[1], each[2])).pending or not match.hits]
+        for manager in made:
+            manager.on_schedule_end()
+        time.sleep(0.001)
+    for manager, _, ctx in waiting:
+        manager.on_request_finished(ctx)
+
+
+# -------------------------------------------------------------------------------------------------------- conversations
+
+
+def conversations(bench: Bench) -> None:
+    """Compare the hits of replicas with a disk each, with one service, and with one shared disk."""
+    turns = 40 if bench.quick else 400
+    rng = random.Random(3)
+    lengths: dict[int, int] = {}
+    plan: list[tuple[int, list[OffloadKey]]] = []
+    for _ in range(turns):
+        user = rng.randrange(max(4, turns // 6))
+        lengths[user] = min(lengths.get(user, 0) + rng.randrange(1, 4), CPU_ROWS // 2)
+        plan.append((rng.randrange(REPLICAS), [key_of(7, user, at) for at in range(lengths[user])]))
+    total = sum(len(keys) for _, keys in plan)
+    seen: set[OffloadKey] = set()
+    ideal = 0
+    for _, keys in plan:
+        ideal += len(seen.intersection(keys))
+        seen.update(keys)
+    disk = {"type": "local", "capacity": "256MiB", "segment_size": "8MiB"}
+    primary = {"capacity": CPU_ROWS * SMALL_BLOCK}
+    with service_process(_made(bench.directory / "talk"), {**disk, "path": str(bench.directory / "one")}) as service:
+        stacks: dict[str, Callable[[int], Stack]] = {
+            "a disk for each engine": lambda number: {
+                "primary": primary,
+                "secondary": [{**disk, "path": str(bench.directory / f"own{number}")}],
+            },
+            "one service": lambda _: {"primary": primary, "machine": _machine(service.socket, "local")},
+        }
+        shares = {name: _play(stack, plan) / total for name, stack in stacks.items()}
+    rows: list[list[Cell]] = [[name, share] for name, share in shares.items()] + [["one shared disk", ideal / total]]
+    bench.table(f"hits of {REPLICAS} engines, {turns} turns, {total:,} blocks", ["disks", "share of the blocks"], rows)
+    bench.target("hits below one shared disk, points", 100 * (ideal / total - shares["one service"]), 1.0, "max")
+
+
+def _play(stack: Callable[[int], Stack], plan: list[tuple[int, list[OffloadKey]]]) -> int:
+    hits = 0
+    with engines(REPLICAS, stack, SMALL_BLOCK) as made:
+        for number, (replica, keys) in enumerate(plan):
+            manager, ctx = made[replica], ReqContext(f"turn-{number}")
+            manager.on_new_request(ctx)
+            hits += wait_for_prefix(manager, keys, ctx, WAIT).hits
+            manager.on_request_finished(ctx)
+            store(manager, keys)
+            time.sleep(0.0 if "secondary" in stack(0) else 0.001)
+    return hits
+
+
+# ----------------------------------------------------------------------------------------------- the scheduler's thread
+
+
+def thread(bench: Bench) -> None:
+    """Measure what lookups and messages cost the scheduler's thread."""
+    with _tier(bench, "thread", SMALL_BLOCK, 512) as (tier, _, move):
+        keys = [key_of(9, at) for at in range(64)]
+        move(keys, np.arange(64), load=False)
+        ctx = ReqContext("known")
+        until = time.monotonic() + WAIT
+        while tier.lookup_prefix(keys, ctx).held < len(keys) and time.monotonic() < until:
+            tier.on_schedule_end()
+            list(tier.get_finished())
+        if tier.lookup_prefix(keys, ctx) != (64, False):
+            raise RuntimeError("the blocks are not held")
+        times = 200 if bench.quick else 5000
+        singles = [keys[at : at + 1] for at in range(64)]
+
+        def batches() -> None:
+            for _ in range(times // 10):
+                tier.lookup_prefix(keys, ctx)
+
+        def single() -> None:
+            for at in range(times):
+                tier.lookup_prefix(singles[at % 64], ctx)
+
+        stats = bench.compare(
+            "lookup of a block that is known to be held",
+            {
+                "in batches of 64": lambda: Sample(timed(batches, per=times // 10 * 64).value * 1e6),
+                "alone": lambda: Sample(timed(single, per=times).value * 1e6),
+            },
+            unit="µs per key",
+        )
+        bench.target("known lookup, batches of 64", stats["in batches of 64"].median, 0.3, "max", "µs per key")
+        bench.target("known lookup, single keys", stats["alone"].median, 1.0, "max", "µs per key")
+        silent, sending = _messages(tier, 100 if bench.quick else 3000)
+    bench.table(
+        "end of a step, µs of wall time",
+        ["step", "p50", "p99"],
+        [["without a message", *silent], ["with a message", *sending]],
+    )
+    bench.target("end of a step with a message, median", sending[0], 30.0, "max", "µs")
+
+
+def _messages(tier: SecondaryTierManager, count: int) -> tuple[list[float], list[float]]:
+    """Return median and p99 of the end of a step without and with a message."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    numbers, rows = itertools.count(1 << 20), np.arange(16)
+    gc.disable()
+    for at in range(count):
+        for step in range(2):
+            if step:
+                fresh = [key_of(11, at, number) for number in range(16)]
+                ctx = ReqContext(f"m{at}")
+                for first in (0, 8):
+                    tier.lookup_prefix(fresh[first : first + 8], ctx)
+                tier.submit_load(TransferJob(next(numbers), fresh, rows, True, ctx, 0.0, False, time.monotonic() + 9))
+                tier.touch(fresh, ctx)
+            begun = time.perf_counter()
+            list(tier.get_finished())
+            tier.on_schedule_end()
+            taken[step].append((time.perf_counter() - begun) * 1e6)
+            time.sleep(0.001)
+    gc.enable()
+    shown = [[float(np.percentile(each, share)) for share in (50, 99)] for each in taken]
+    return shown[0], shown[1]
+
+
+# ----------------------------------------------------------------------------------------------------- bytes per second
+
+
+@contextmanager
+def _tier(
+    bench: Bench, name: str, block: int, rows: int, *, inside: bool = False
+) -> Iterator[tuple[SecondaryTierManager, np.ndarray, Callable[..., None]]]:
+    """Open a local tier, here or in a service; yield it, its rows, and a function that moves blocks."""
+    region = SharedRegion.create(rows, block)
+    array = np.asarray(region.view)
+    array[:] = np.random.default_rng(0).integers(0, 256, array.shape[1], np.uint8)
+    disk = {"type": "local", "path": str(bench.directory / f"{name}-disk"), "capacity": "2GiB"}
+    with ExitStack() as undo:
+        if inside:
+            options = load_stack({"primary": {"capacity": "1GiB"}, "secondary": [disk]}).secondary[0]
+        else:
+            service = undo.enter_context(service_process(_made(bench.directory / name), disk, capacity="4GiB"))
+            machine = _machine(service.socket, "local")
+            found = load_stack({"primary": {"capacity": "1GiB"}, "machine": machine}).machine
+            if found is None:
+                raise RuntimeError("the stack has no machine")
+            (options,) = found.tier_options()
+        namespace = Namespace.build(MODEL, (block,))
+        context = TierContext("local", array.data, (block,), namespace, rows_fd=region.fd)
+        tier = tier_definition(options.type).build(options, context)
+        undo.callback(region.close)
+        undo.callback(lambda: tier.shutdown(time.monotonic() + WAIT))
+        if not tier.open(time.monotonic() + WAIT):
+            raise RuntimeError("the tier did not open")
+        numbers = itertools.count()
+
+        def move(keys: list[OffloadKey], at: np.ndarray, *, load: bool, busy: bool = False) -> None:
+            """Move blocks in jobs of 16, and wait for their end, idle or with the interpreter."""
+            left: set[int] = set()
+            for first in range(0, len(keys), JOB_BLOCKS):
+                part, job = slice(first, first + JOB_BLOCKS), next(numbers)
+                left.add(job)
+                order = TransferJob(
+                    job, keys[part], at[part], load, ReqContext("move"), 0.0, False, time.monotonic() + WAIT
+                )
+                (tier.submit_load if load else tier.submit_store)(order)
+            tier.on_schedule_end()
+            while left:
+                for result in tier.get_finished():
+                    if not result.success:
+                        raise RuntimeError("a job failed")
+                    left.discard(result.job_id)
+                tier.on_schedule_end()
+                until = time.perf_counter() + BUSY_SECONDS * busy
+                while time.perf_counter() < until:
+                    pass
+                time.sleep(0.0002 * (not busy))
+
+        yield tier, array, move
+
+
+def loads(bench: Bench) -> None:
+    """Compare loads of 512 KiB with those of a tier in the process."""
+    count = 32 if bench.quick else 256
+    with ExitStack() as undo:
+        sides = {}
+        keys = [key_of(13, at) for at in range(count)]
+        for name, inside in (("tier in the process", True), ("one service", False)):
+            place = "inside" if inside else "outside"
+            _, rows, move = undo.enter_context(_tier(bench, f"loads-{place}", LOAD_BLOCK, 2 * count, inside=inside))
+            rows[:count] = np.random.default_rng(1).integers(0, 256, (count, rows.shape[1]), np.uint8)
+            for first in range(0, count, JOB_BLOCKS):  # one job at a time, for which any tier has room
+                part = slice(first, first + JOB_BLOCKS)
+                move(keys[part], np.arange(count)[part], load=False)
+            sides[name] = rows, move
+
+        def load(name: str, busy: bool) -> Sample:
+            rows, move = sides[name]
+            rows[count:] = 0
+            sample = timed(
+                lambda: move(keys, count + np.arange(count), load=True, busy=busy), nbytes=count * LOAD_BLOCK
+            )
+            if not np.array_equal(rows[:count], rows[count:]):
+                raise RuntimeError("what came back is not what was stored")
+            return sample
+
+        for busy in (False, True):
+            stats = bench.compare(
+                f"loads of 512 KiB from the disk, beside {'a busy' if busy else 'an idle'} engine",
+                {name: partial(load, name, busy) for name in sides},
+                unit="GB/s",
+            )
+    inside, outside = stats.values()
+    bench.target("512 KiB beside a busy engine, against the tier in it", ratio(outside, inside), 3.0, "min", "x")
+
+
+class Flow:
+    """Keeps loads and stores of 2 MiB under way, between the steps of an engine."""
+
+    def __init__(self, tier: SecondaryTierManager) -> None:
+        self._tier = tier
+        self._numbers = itertools.count()
+        self._stores: dict[int, list[OffloadKey]] = {}
+        self._loads: dict[int, np.ndarray] = {}
+        self._free = [(1 + at) * JOB_BLOCKS + np.arange(JOB_BLOCKS) for at in range(JOBS_AHEAD)]
+        self._held: deque[list[OffloadKey]] = deque(maxlen=8)
+        self._rate = 0.0
+        self._begun = (0.0, 0)
+        self.moved = 0
+        """Bytes of the jobs that have ended."""
+
+    def begin(self, rate: float) -> None:
+        """Begin a measurement with at most ``rate`` bytes/s; 0 means no limit."""
+        self._rate, self._begun = rate, (time.monotonic(), self.moved)
+
+    def pump(self) -> None:
+        """Collect finished jobs and submit the next ones."""
+        for result in self._tier.get_finished():
+            keys, row = self._stores.pop(result.job_id, None), self._loads.pop(result.job_id, None)
+            self.moved += JOB_BLOCKS * STEP_BLOCK * result.success
+            if keys is not None and result.success:
+                self._held.append(keys)
+            if row is not None:
+                self._free.append(row)
+        now = time.monotonic()
+        ahead = (len(self._stores) + len(self._loads)) * JOB_BLOCKS * STEP_BLOCK
+        begun, moved = self._begun
+        slow = self._rate and self.moved + ahead - moved > self._rate * (now - begun)
+        intake = self._tier.traits.intake
+        credit = None if intake is None else intake.credit(JOB_BLOCKS, 0.01)
+        if not slow and len(self._stores) < JOBS_AHEAD and (credit is None or credit >= JOB_BLOCKS):
+            number = next(self._numbers)
+            keys = self._stores[number] = [key_of(17, number, at) for at in range(JOB_BLOCKS)]
+            self._submit(number, keys, np.arange(JOB_BLOCKS), load=False)
+        if not slow and self._free and self._held:
+            number = next(self._numbers)
+            row = self._loads[number] = self._free.pop()
+            self._submit(number, self._held[number % len(self._held)], row, load=True)
+        self._tier.on_schedule_end()
+
+    def _submit(self, number: int, keys: list[OffloadKey], rows: np.ndarray, *, load: bool) -> None:
+        order = TransferJob(number, keys, rows, load, ReqContext("flow"), 0.0, False, time.monotonic() + WAIT)
+        (self._tier.submit_load if load else self._tier.submit_store)(order)
+
+    def drain(self) -> None:
+        """Wait until all jobs have ended."""
+        self._rate, self._begun = 1e-9, (time.monotonic(), self.moved)
+        until = time.monotonic() + WAIT
+        while (self._stores or self._loads) and time.monotonic() < until:
+            self.pump()
+            time.sleep(0.002)
+        self._rate = 0.0
+
+
+def steps(bench: Bench) -> None:
+    """Measure the steps of an engine beside a busy tier."""
+    subject = Subject(10_000 if bench.quick else 100_000)
+    engine = Engine(subject, 20 if bench.quick else 150, compute_for(COMPUTE_SECONDS))
+    gc.freeze()
+    with ExitStack() as undo:
+        flows = {}
+        for name, inside in (("inside", True), ("outside", False)):
+            rows = (1 + JOBS_AHEAD) * JOB_BLOCKS
+            tier, _, _ = undo.enter_context(_tier(bench, f"steps-{name}", STEP_BLOCK, rows, inside=inside))
+            flows[name] = Flow(tier)
+        undo.callback(gc.unfreeze)
+        rates = [0.0]
+
+        def run(name: str, rate: float) -> Sample:
+            flow = flows[name]
+            flow.begin(rate)
+            begun, moved = time.monotonic(), flow.moved
+            sample = engine.run(flow.pump)
+            reached = (flow.moved - moved) / (time.monotonic() - begun)
+            if not rate:
+                rates[0] = reached
+            flow.drain()
+            return Sample(sample.value, extra={**sample.extra, "tier GB/s": reached / 1e9})
+
+        def alone() -> Sample:
+            sample = engine.run(lambda: None)
+            return Sample(sample.value, extra={**sample.extra, "tier GB/s": 0.0})
+
+        p99: dict[str, list[float]] = {"alone": [], "service": []}
+
+        def noted(name: str, sample: Sample) -> Sample:
+            p99[name].append(sample.extra["p99 µs"])
+            return sample
+
+        stats = bench.compare(
+            "5 ms of computing between steps",
+            {
+                "no tier at work": lambda: noted("alone", alone()),
+                "tier in the process": lambda: run("inside", 0.0),
+                "one service, same rate": lambda: noted("service", run("outside", rates[0])),
+            },
+            repeats=ROUNDS,
+            unit="wall µs/step",
+        )
+    rounds = len(stats["no tier at work"].samples)
+    pairs = list(zip(p99["service"][-rounds:], p99["alone"][-rounds:], strict=True))
+    mean = stats["one service, same rate"].samples, stats["no tier at work"].samples
+    bench.target("step beside a service, mean", spread([a / b for a, b in zip(*mean, strict=True)]), 1.05, "max", "x")
+    bench.target("step beside a service, p99", statistics.median(a / b for a, b in pairs), 1.10, "max", "x")
+
+
+# --------------------------------------------------------------------------------------------------------------- set-up
+
+
+def _machine(socket: Path, tier: str) -> dict[str, Any]:
+    return {"socket": str(socket), "tiers": [tier], "lookup_deadline": "10s", "load_deadline": "60s"}
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for the tiers of this process."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run(bench: Bench) -> None:
+    load = os.getloadavg()[0]
+    for part in (bucket, conversations, thread, loads, steps):
+        part(bench)
+    bench.note(f"Load average before the run: {load:.1f} on {len(os.sched_getaffinity(0))} cores.")
