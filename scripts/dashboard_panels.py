@@ -52,6 +52,18 @@ def _engine_rate(name: str) -> str:
     return f"sum(rate(kv_tiering_{name}_total{{{_ENGINE}}}[$__rate_interval]))"
 
 
+def _of_engines(name: str) -> str:
+    return _rate(f"kv_tiering_{name}_total", "engine, tier")
+
+
+def _now_of_engines(name: str) -> str:
+    return f"sum by (engine, tier) (kv_tiering_{name}{{{_TIER}}})"
+
+
+def _of_service(name: str, function: str = "", window: str = "") -> str:
+    return f"sum by (instance) ({function}(kv_tiering_{name}{{{_ENGINE}}}{window}))"
+
+
 def _tier_gauge(name: str) -> str:
     return f"{_COMBINED[name]} by (tier) (kv_tiering_{name}{{{_TIER}}})"
 
@@ -424,6 +436,46 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "blocks that wait for tiers": f"sum(kv_tiering_blocks_queued{{{_ENGINE}}})",
             },
             "Jobs that grow without end: a medium hangs.",
+        ),
+    ),
+    "Service of the machine": (
+        Panel(
+            "Services",
+            {
+                "{{instance}} answers": _of_service("service_responsive"),
+                "{{instance}} connections": _of_service("service_connections"),
+                "{{instance}} rows of dead engines": _of_service("service_orphaned_rows"),
+                "{{instance}} refusals": _of_service("service_refusals_total", "increase", "[1h]"),
+            },
+            "Only with kv-tiering serve --metrics. A service that does not answer hangs; engines go on without it.",
+        ),
+        Panel(
+            "Blocks of each engine per second",
+            {
+                "{{engine}} {{tier}} loaded": _of_engines("engine_loaded_blocks"),
+                "{{engine}} {{tier}} stored": _of_engines("engine_stored_blocks"),
+                "{{engine}} {{tier}} from another's read": _of_engines("engine_shared_reads"),
+                "{{engine}} {{tier}} failed": _of_engines("engine_failed_blocks"),
+            },
+            "An engine is named by its process. One without loads may have another namespace, or was reset.",
+        ),
+        Panel(
+            "Engines that wait",
+            {
+                "{{engine}} {{tier}} rows in jobs": _now_of_engines("engine_rows_busy"),
+                "{{engine}} {{tier}} stores": _now_of_engines("engine_stores_waiting"),
+                "{{engine}} {{tier}} lookups": _now_of_engines("engine_lookups_waiting"),
+                "{{engine}} {{tier}} in service": _now_of_engines("engine_attached"),
+            },
+            "Rows in jobs that stay: the medium hangs. An engine out of service was reset, and shares no blocks.",
+        ),
+        Panel(
+            "Rows that outlive engines",
+            {
+                "{{instance}} blocks": _of_service("service_kept_blocks"),
+                "{{instance}} CPU tiers of ended engines": _of_service("service_left_regions"),
+            },
+            "Only with machine.keep_rows. Blocks that the next engine would find in the rows.",
         ),
     ),
 }

@@ -15,12 +15,22 @@ import sys
 from pathlib import Path
 
 from tiering.api.metric import Metric
-from tiering.connector.metrics import CACHED, CONNECTOR, MANAGER, METRICS, MISSES, TIERS, TRANSFERS
+from tiering.connector.metrics import (
+    CACHED,
+    CONNECTOR,
+    ENGINES,
+    MANAGER,
+    METRICS,
+    MISSES,
+    SERVICE,
+    TIERS,
+    TRANSFERS,
+)
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 """Document with the tables."""
 
-RECORDS = (TIERS, MANAGER, MISSES, CACHED, CONNECTOR, TRANSFERS)
+RECORDS = (TIERS, MANAGER, MISSES, CACHED, CONNECTOR, TRANSFERS, SERVICE, ENGINES)
 """Records of metrics; each record has a table."""
 
 _REGION = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end of metrics -->)", re.DOTALL)

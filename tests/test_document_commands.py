@@ -197,6 +197,7 @@ def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with endpoint() as url:
             replaced: Mapping[str, list[str]] = {
                 "http://127.0.0.1:8000": [url],
+                "http://127.0.0.1:9400": [url],
                 "/var/log/kv-tiering/trace-*.jsonl": ["trace.jsonl"],
             }
             words = [new for word in words for new in replaced.get(word, [word])]

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from tests.deploy.observed import ALERTS, CONFIG, filled, needs, queries, rules
+from tests.deploy.observed import ALERTS, CONFIG, filled, needs, queries, rules, series_in
 from tiering.testing.clock import until
 
 SCRAPE = "250ms"
@@ -114,10 +114,6 @@ def _is_ready(server: Prometheus, process: subprocess.Popen[bytes], log: Path) -
         return False
 
 
-UNMEASURED = {f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")}
-"""Expressions that have no value while every tier is always loaded."""
-
-
 def expressions(window: str) -> dict[str, str]:
     """Return every expression of the dashboard and of the alert rules, by a name for people.
 
@@ -152,3 +148,12 @@ def measured(expression: str) -> str:
 def empty(server: Prometheus, named: dict[str, str]) -> list[str]:
     """Return the names of the expressions that have no value."""
     return sorted(name for name, expression in named.items() if not server.query(expression))
+
+
+def _of_service(expression: str) -> bool:
+    return all(series.startswith(("kv_tiering_service_", "kv_tiering_engine_")) for series in series_in(expression))
+
+
+UNMEASURED = {f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")}
+UNMEASURED |= {name for name, expression in expressions("1m").items() if _of_service(expression)}
+"""Expressions without a value at an engine whose tiers are always loaded; those of a service are at its endpoint."""

@@ -97,6 +97,7 @@ CASES: Mapping[str, Case] = {
         {"scheduler_seconds_total": f"0+6x{60 * HOURS}"}, {"scheduler_seconds_total": f"0+1x{60 * HOURS}"}
     ),
     "KVTieringTraceIncomplete": Case({"records_dropped_total": LATE}, {"records_dropped_total": OLD}),
+    "KVTieringServiceHangs": Case({"service_responsive": NONE}, {"service_responsive": f"1x{60 * HOURS - 1} 0x1"}),
 }
 """Series that fire each alert, and series that do not."""
 
@@ -190,7 +191,13 @@ def test_an_alert_that_fires_is_told_from_one_that_is_silent(tmp_path: Path) -> 
 
 
 def test_no_alert_fires_while_all_is_well(tmp_path: Path) -> None:
-    good = {"available": ONE, "writable": ONE, "blocks": f"1e6x{60 * HOURS}", "evictions_total": STEADY}
+    good = {
+        "available": ONE,
+        "writable": ONE,
+        "service_responsive": ONE,
+        "blocks": f"1e6x{60 * HOURS}",
+        "evictions_total": STEADY,
+    }
     busy = (
         "queries",
         "hits",

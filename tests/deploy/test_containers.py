@@ -18,6 +18,7 @@ from tiering.config.stack_file import StackConfig, load_stack
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "deploy" / "kubernetes" / "vllm.yaml"
 MONITORING = ROOT / "deploy" / "kubernetes" / "monitoring.yaml"
+MACHINE = ROOT / "deploy" / "kubernetes" / "machine.yaml"
 KUBERNETES = "1.33"
 """Version of Kubernetes whose schemas validate the manifests."""
 DOCKERFILE = ROOT / "deploy" / "container" / "Dockerfile"
@@ -76,7 +77,7 @@ def test_volumes_are_mounted_where_the_stack_and_the_server_look(stack: StackCon
     assert check["volumeMounts"] == server["volumeMounts"]
 
 
-BUILT_IN = [item for item in resources() if "." not in item["apiVersion"]]
+BUILT_IN = [item for item in (*resources(), *yaml.safe_load_all(MACHINE.read_text())) if "." not in item["apiVersion"]]
 """Resources of Kubernetes itself; schemas of others are not in the package."""
 
 

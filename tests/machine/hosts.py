@@ -15,7 +15,8 @@ import yaml
 
 from tiering.cli.serve import builders
 from tiering.config.stack_file import load_stack
-from tiering.machine.service import MachineService, TierBuilder
+from tiering.machine.namespaces import TierBuilder
+from tiering.machine.service import MachineService
 from tiering.testing.clock import until
 
 PATIENCE = 60.0

@@ -371,7 +371,7 @@ def test_a_message_that_cannot_be_sent_costs_no_farewell(
 
 def test_a_medium_that_hangs_delays_the_other_namespaces_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tier is to be opened again, for an engine whose weights are those of the start."""
-    monkeypatch.setattr("tiering.machine.service.CLOSE_AGAIN", 0.1)
+    monkeypatch.setattr("tiering.machine.namespaces.CLOSE_AGAIN", 0.1)
     made: list[Hung] = []
 
     class Hung(FakeTier):

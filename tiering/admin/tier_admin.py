@@ -67,6 +67,10 @@ class TierAdmin:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def replicas(self) -> Sequence[str]:
+        """Return the names of the replicas, or of the namespaces of a service, that have places of their own."""
+        return ()
+
     @property
     def name(self) -> str:
         """Name of the tier."""

@@ -72,6 +72,8 @@ def inspect_command(
 
     async def work(admin: TierAdmin) -> tuple[TierContent, Verified | None]:
         content = await read_content(admin)
+        if replica is None and (names := admin.replicas()):
+            note(admin.name, f"data-parallel replicas, or namespaces of a service, for --replica: {', '.join(names)}")
         if progress is None:
             return content, None
         return content, await verify_tier(admin, content.nbytes, progress, rate=rate, concurrency=concurrency)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tiering.advisor.advisor import FIELDS
 from tiering.api.masking import mask_text
-from tiering.connector.metrics import METRICS
+from tiering.connector.metrics import ENGINES, METRICS, SERVICE
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 
 PREFIX = "kv_tiering_"
@@ -19,6 +19,7 @@ PREFIX = "kv_tiering_"
 OFFLOADED = "vllm:kv_offload_total_bytes"
 """Name of the metric of bytes that moved between the accelerator and the CPU tier."""
 _WORST = {metric.field: {"max": max, "min": min}.get(metric.combined) for metric in METRICS}
+_OF_ENGINES = frozenset(metric.field for metric in METRICS if metric.record == ENGINES)
 _ESTIMATES = {field: factor for factor, field in FIELDS.items()}
 _MOST_BYTES = 64 << 20
 _OTHERS = frozenset(("cause", "tenant"))
@@ -42,6 +43,8 @@ class Sample:
     """Estimated hit rates, one per replica, by name of the tier and multiple of its capacity."""
     manager: dict[str, float] = field(default_factory=dict)
     """Values of the metrics without the label ``tier``."""
+    engines: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    """Values of the metrics of a service's engines, by engine and tier."""
     offloaded: dict[str, float] = field(default_factory=dict)
     """Bytes by type of transfer ("gpu_to_cpu", "cpu_to_gpu")."""
 
@@ -112,7 +115,7 @@ def parse(text: str, at: float) -> Sample:
                 _add(sample, name, labels, value)
     except ValueError as error:
         raise PermanentStoreError(f"the answer is not in Prometheus' text format: {error}") from error
-    if not sample.tiers:
+    if not sample.tiers and f"{SERVICE}_connections" not in sample.manager:
         raise PermanentStoreError(
             f"the engine's metrics hold none that begin with {PREFIX}: is the connector configured, and has the engine "
             "served a request?"
@@ -130,6 +133,8 @@ def _add(sample: Sample, name: str, labels: Mapping[str, str], value: float) -> 
     tier = labels.get("tier")
     if tier is None:
         sample.manager[word] = sample.manager.get(word, 0.0) + value
+    elif word in _OF_ENGINES:
+        _merge(sample.engines.setdefault((labels["engine"], tier), {}), word, value)
     elif word == "job_latency_seconds_bucket":
         bounds = sample.latency.setdefault(tier, {})
         bound = float(labels["le"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import click
 
 from tiering.api.masking import guard_logs
 from tiering.cli.parameters import DURATION, stack_argument
+from tiering.cli.service_metrics import endpoint
+from tiering.cli.systemd import Notifier
 from tiering.cli.transfer_config import stack_at
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
 from tiering.errors import TieringError
+from tiering.machine.namespaces import TierBuilder
 from tiering.machine.options import LONGEST_SOCKET, MOST_TIERS
-from tiering.machine.service import MachineService, TierBuilder
+from tiering.machine.service import MachineService
 
 _ENGINES: Sequence[str] = (
     *("machine", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
@@ -47,7 +51,12 @@ _OF_ENGINES = ("primary_share", "min_prefix_blocks", "load_or_compute", "require
     type=DURATION,
     help="Time for which the CPU rows of an engine that has ended wait for the next one (machine.keep_rows).",
 )
-def serve(stack: str, path: Path, keep_seconds: float) -> int:
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Address of a Prometheus endpoint, like 127.0.0.1:9400, which top also reads.  [default: none]",
+)
+def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> int:
     """Host the secondary tiers of STACK for all engines of this machine.
 
     Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
@@ -57,6 +66,7 @@ def serve(stack: str, path: Path, keep_seconds: float) -> int:
     \b
     Example:
       kv-tiering serve service.yaml --socket /run/kv-tiering/cache.sock
+      kv-tiering serve service.yaml --socket /run/kv-tiering/cache.sock --metrics 127.0.0.1:9400
     """
     config = stack_at(stack)
     check_service(stack, config)
@@ -74,9 +84,15 @@ def serve(stack: str, path: Path, keep_seconds: float) -> int:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
-    service.listen()
-    if not service.run():
-        raise TieringError("some I/O did not end in time")
+    with ExitStack() as undo:
+        if metrics is not None:
+            port = undo.enter_context(endpoint(metrics, service.look))
+            logging.getLogger("kv_tiering.machine").info("metrics at %s, port %d", metrics, port)
+        service.listen()
+        notifier = Notifier()
+        notifier.ready()
+        if not service.run(notifier.beat):
+            raise TieringError("some I/O did not end in time")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``top``: the tiers of a running engine on one screen, from its metrics."""
+"""``top``: the tiers of a running engine, or of a service, on one screen, from its metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiering.cli.metrics import Sample, fetch, metrics_url, parse, quantile
 from tiering.cli.output import duration, rate, stdout
 from tiering.cli.parameters import DURATION
 from tiering.config.stack_file import load_stack
-from tiering.connector.metrics import METRICS
+from tiering.connector.metrics import METRICS, SERVICE
 from tiering.errors import StoreError
 from tiering.manager.worth import LEAST, Saving
 
@@ -31,6 +31,10 @@ CPU = "cpu"
 """Name of the primary tier in the metrics."""
 
 _TROUBLES = tuple(metric.field for metric in METRICS if metric.is_trouble)
+_SERVICE = {
+    f"{SERVICE}_{word}": word
+    for word in ("connections", "refusals", "orphaned_rows", "left_regions", "kept_blocks", "inherited_blocks")
+}
 _BAR_CELLS = 10
 _NO_HITS = "0%"
 
@@ -69,17 +73,18 @@ class Row:
 @click.option("--interval", type=DURATION, default="2s", show_default=True, help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Print the numbers since the engine's start once. Default in a pipe.")
 def top(target: str, url: str | None, interval: float, once: bool) -> int:
-    """Show the tiers of a running engine on one screen.
+    """Show the tiers of a running engine, or of a machine's service and its engines, on one screen.
 
-    The numbers are those of the engine's Prometheus endpoint, summed over its replicas. Rates, hits and latencies are
-    those of the last interval; with --once, of the time since the start. With STACK, tiers are listed in its order, and
-    tiers without metrics are shown as missing.
+    The numbers are those of the Prometheus endpoint of the engine, summed over its replicas, or of the service. Rates,
+    hits and latencies are those of the last interval; with --once, of the time since the start. With STACK, tiers are
+    listed in its order, and tiers without metrics are shown as missing.
 
     \b
     Examples:
       kv-tiering top http://127.0.0.1:8000
       kv-tiering top stack.yaml --url http://gpu-7:8000
       kv-tiering top http://127.0.0.1:8000 --once | grep down
+      kv-tiering top http://127.0.0.1:9400                # of kv-tiering serve --metrics
     """
     expected: Sequence[str] = ()
     if target.startswith(("http://", "https://")):
@@ -123,6 +128,10 @@ def _print_once(sample: Sample, expected: Sequence[str]) -> None:
     for row in rows(since_start, sample, expected):
         words = (row.tier, row.state, row.full, row.hits, row.reads, row.writes, row.latency, row.active, row.troubles)
         click.echo("\t".join(words).rstrip())
+    for engine in engine_rows(since_start, sample):
+        click.echo("\t".join(("engine", *engine)))
+    if service := _service_words(sample):
+        click.echo("\t".join(("service", *service)))
     for tier, sentence in advice(sample, expected):
         click.echo(f"{tier}\tsize\t{sentence}")
     for tier, sentence in worths(sample, expected):
@@ -244,6 +253,45 @@ def _row(name: str, before: Sample, now: Sample) -> Row:
     )
 
 
+ENGINE_HEADINGS = ("engine", "tier", "state", "rows", "busy", "loads", "shared", "stores", "waiting", "messages")
+"""Headings of the table of a service's engines."""
+
+
+def engine_rows(before: Sample, now: Sample) -> Iterator[tuple[str, ...]]:
+    """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`; none of an engine.
+
+    Args:
+        before: the earlier sample; an empty one for the numbers since each engine connected.
+        now: the later sample.
+    """
+    for (engine, tier), values in sorted(now.engines.items()):
+        earlier = before.engines.get((engine, tier), {})
+
+        def grown(*words: str, values: dict[str, float] = values, earlier: dict[str, float] = earlier) -> str:
+            return f"{sum(values.get(word, 0.0) - earlier.get(word, 0.0) for word in words):.0f}"
+
+        yield (
+            engine,
+            tier,
+            "up" if values.get("engine_attached") else "apart",
+            f"{values.get('engine_rows', 0):.0f}",
+            f"{values.get('engine_rows_busy', 0):.0f}",
+            grown("engine_loaded_blocks"),
+            grown("engine_shared_reads"),
+            grown("engine_stored_blocks"),
+            f"{values.get('engine_lookups_waiting', 0):.0f}/{values.get('engine_stores_waiting', 0):.0f}",
+            grown("engine_messages_received", "engine_messages_sent"),
+        )
+
+
+def _service_words(now: Sample) -> list[str]:
+    """Return what a service states of itself; nothing of an engine."""
+    found = {word: now.manager[name] for name, word in _SERVICE.items() if name in now.manager}
+    if now.manager.get(f"{SERVICE}_responsive") == 0:
+        return ["the service does not answer"]
+    return [f"{word.replace('_', ' ')}: {value:.0f}" for word, value in found.items()]
+
+
 def _state(values: dict[str, float]) -> str:
     if values.get("available") is None:
         return "idle"
@@ -290,6 +338,13 @@ def screen(before: Sample, now: Sample, expected: Sequence[str], address: str, f
             Text(row.troubles, style="yellow"),
         )
     lines: list[RenderableType] = [Text(address, style="bold"), table]
+    if now.engines:
+        engines = Table(expand=True)
+        for heading in ENGINE_HEADINGS:
+            engines.add_column(heading, overflow="fold")
+        for words in engine_rows(before, now):
+            engines.add_row(*words)
+        lines.append(engines)
     lines += [Text(f"{tier}: {sentence}") for tier, sentence in advice(now, expected)]
     lines += [Text(f"{tier}: {sentence}") for tier, sentence in worths(now, expected)]
     lines.append(_summary(before, now))
@@ -308,6 +363,7 @@ def _summary(before: Sample, now: Sample) -> Text:
         if elapsed > 0
     ]
     manager = now.manager
+    words += _service_words(now)
     if "rows" in manager:
         words.append(f"rows: {manager['rows']:.0f}, {manager.get('rows_free', 0):.0f} free")
     words += [

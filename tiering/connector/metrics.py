@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from tiering.advisor.advisor import ESTIMATES
 from tiering.api.metric import Metric, MetricKind, counter, declared, declared_metrics
 from tiering.connector.counters import SchedulerCounters
+from tiering.machine.counts import EngineCounts, ServiceCounts
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.worth import WORTH
 from tiering.secondary.tier_stats import TierStats
@@ -29,6 +30,12 @@ MISSES = "misses"
 
 CACHED = "cached"
 """Record of the cached prompt tokens by tenant and tier."""
+
+SERVICE = "service"
+"""Record of the counts of a machine's service."""
+
+ENGINES = "engines"
+"""Record of the counts of the engines at the tiers of a machine's service."""
 
 LABELLED = (TIERS, MISSES, CACHED)
 """Records with fields per value of their labels; a space separates the values of two labels."""
@@ -108,6 +115,8 @@ def _table() -> Iterator[Metric]:
         (MISSES, ("cause", "tier"), declared_metrics(MissCounters)),
         (CACHED, ("tenant", "tier"), declared_metrics(CachedCounters)),
         (CONNECTOR, (), declared_metrics(SchedulerCounters)),
+        (SERVICE, (), declared_metrics(ServiceCounts)),
+        (ENGINES, ("namespace", "tier", "engine"), declared_metrics(EngineCounts)),
     ):
         yield from (replace(metric, record=record, labels=labels) for metric in metrics)
 

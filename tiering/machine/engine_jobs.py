@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
+from tiering.machine.counts import EngineCounts
 from tiering.machine.messages import Record
 
 
@@ -26,6 +27,8 @@ class Engine(Protocol):
     """Generation that the engine's rows belong to; -1 before it is known."""
     jobs: int
     """Number of jobs of the engine that have not ended."""
+    counts: EngineCounts
+    """Counts of the connection; those that are read off elsewhere are not kept here."""
     leaving: bool
     """True if nothing is read from the engine any more."""
 
@@ -53,6 +56,8 @@ class EngineJob:
     """The request, under a name that no other engine uses."""
     deadline: float
     """Time by which it should have ended."""
+    is_load: bool
+    """True for a load."""
     is_fill: bool
     """True for a store of blocks that were promoted."""
     arrived: bytearray

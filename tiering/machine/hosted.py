@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageEr
 from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierIntake, TransferJob
+from tiering.secondary.tier_stats import TierStats
 
 _log = logging.getLogger("kv_tiering.machine")
 
@@ -79,6 +81,8 @@ class HostedTier:
         """The connected engines."""
         self.reads_saved = 0
         """Number of blocks that were copied from another engine's read."""
+        self.stats = TierStats(available=0, writable=0)
+        """Statistics at the last step."""
         self.epoch = ""
         """Common epochs of the stack's shared media, which the service sets."""
         self._generations = generations
@@ -178,6 +182,7 @@ class HostedTier:
     def fail(self) -> None:
         """Serve no engine any more, because the tier broke its contract."""
         self.failed = True
+        self.stats = replace(self.stats, available=0, writable=0)
         self._drop_waiting()
         while self._lookups:
             engine, record, _ = self._lookups.popleft()
@@ -212,14 +217,16 @@ class HostedTier:
             (rows + engine.first_row).tolist(),
             self._request(engine, record),
             now + max(0.0, record.seconds),
+            record.kind == Kind.LOAD,
             bool(record.flag),
             bytearray(count),
             count,
         )
         engine.jobs += 1
+        engine.counts.engine_rows_busy += count
         if not self.attached(engine):
             self._end([(job, position, False) for position in range(count)])
-        elif record.kind == Kind.LOAD:
+        elif job.is_load:
             self._load(job)
         else:
             admitted = self._intake.admit(job.keys, job.request, job.is_fill)
@@ -240,6 +247,7 @@ class HostedTier:
                 mine.append(position)
             else:
                 read.followers.append((job, position))
+        job.engine.counts.engine_shared_reads += len(job.keys) - len(mine)
         for first in range(0, len(mine), self._part):
             self._submit(job, mine[first : first + self._part], load=True)
 
@@ -327,8 +335,19 @@ class HostedTier:
             job.left -= 1
             if not job.left:
                 job.engine.jobs -= 1
+                self._count(job)
                 self._fresh_results.add(job.engine)
                 job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
+
+    @staticmethod
+    def _count(job: EngineJob) -> None:
+        counts, good = job.engine.counts, sum(job.arrived)
+        counts.engine_rows_busy -= len(job.keys)
+        counts.engine_failed_blocks += len(job.keys) - good
+        if job.is_load:
+            counts.engine_loaded_blocks += good
+        else:
+            counts.engine_stored_blocks += good
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
@@ -389,7 +408,7 @@ class HostedTier:
 
     def _report(self, now: float) -> None:
         """Send the state to the engines for which it has changed, and to those that got results."""
-        stats = self.tier.get_stats()
+        stats = self.stats = self.tier.get_stats()
         serving = bool(stats.available) and not self.resetting
         flags = SERVING * serving | STORING * (serving and bool(stats.writable))
         for engine in self.engines:
@@ -402,6 +421,11 @@ class HostedTier:
             words = State(self.weights, self.epoch, window, stats.as_dict()).text()
             engine.send(Record(Kind.STATE, self.generation, flags, text=words))
         self._fresh_results.clear()
+
+    def waiting(self, engine: Engine) -> tuple[int, int]:
+        """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""
+        stores = sum(len(positions) for job, positions in self._stores if job.engine is engine)
+        return stores, sum(asked is engine for asked, _, _ in self._lookups)
 
     @property
     def shared(self) -> bool:

@@ -107,9 +107,10 @@ class LinkEvent(NamedTuple):
     records: Sequence[Record] = ()
 
 
-def peer_uid(peer: socket.socket) -> int:
-    """Return the user of the process at the other end."""
-    return int(_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1])
+def peer_credentials(peer: socket.socket) -> tuple[int, int]:
+    """Return the number and the user of the process at the other end; 0: it is in no namespace of this process."""
+    pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(uid)
 
 
 def peer_pidfd(peer: socket.socket) -> int:
@@ -137,7 +138,7 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
     try:
         peer.settimeout(HANDSHAKE_SECONDS)
         peer.connect(path)
-        if (uid := peer_uid(peer)) != os.geteuid():
+        if (uid := peer_credentials(peer)[1]) != os.geteuid():
             raise TieringError(f"{path} belongs to the user {uid}, not to this one")
         connection = ServiceSocket(peer)
         ((message, _),) = messages([pack(Record(Kind.HELLO, text=text))], 0)

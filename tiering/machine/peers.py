@@ -1,4 +1,4 @@
-"""The service's side of a connection, and the tiers of a namespace with the rows of its engines."""
+"""The service's side of a connection."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import socket
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import fields, replace
 
-from tiering.api.namespace import Namespace
+from tiering.machine.counts import EngineCounts, EngineOfTier
 from tiering.machine.hosted import HostedTier
-from tiering.machine.link import peer_pidfd
+from tiering.machine.link import peer_credentials, peer_pidfd
 from tiering.machine.messages import Record, messages, pack
-from tiering.machine.rows import RowSpace
+from tiering.machine.namespaces import HostedNamespace
 from tiering.machine.words import START
 
 MOST_BEHIND = 100
@@ -29,6 +29,8 @@ class Peer:
         self.socket = connection
         """The connection, which does not block."""
         self.name = name
+        self.pid, self.uid = peer_credentials(connection)
+        """Process, or 0 if this process cannot see it, and user at the other end."""
         self.pidfd = peer_pidfd(connection)
         """Descriptor that is readable once the engine's process is dead; -1 if there is none."""
         self.hosted: HostedTier | None = None
@@ -43,6 +45,7 @@ class Peer:
         self.weights = START
         self.generation = -1
         self.jobs = 0
+        self.counts = EngineCounts()
         self.leaving = False
         self.gone = False
         """True if nothing can be sent any more."""
@@ -56,6 +59,27 @@ class Peer:
     @property
     def behind(self) -> bool:
         return len(self.out) > MOST_BEHIND
+
+    def add_counts(self, to: dict[EngineOfTier, EngineCounts]) -> None:
+        """Add the counts to those of all connections of the same engine and tier."""
+        if self.hosted is None or self.space is None:
+            return
+        name = self.space.name, self.tier, str(self.pid or self.name)
+        attached = int(self.hosted.attached(self))
+        stores, lookups = self.hosted.waiting(self)
+        now = replace(
+            self.counts,
+            engine_connections=1,
+            engine_rows=self.num_rows,
+            engine_stores_waiting=stores,
+            engine_lookups_waiting=lookups,
+            engine_messages_received=self.received,
+            engine_messages_sent=self.sent,
+        )
+        found = to.setdefault(name, EngineCounts(engine_attached=attached))
+        for word in (each.name for each in fields(EngineCounts)):
+            setattr(found, word, getattr(found, word) + getattr(now, word))
+        found.engine_attached = min(found.engine_attached, attached)
 
     def send(self, record: Record) -> None:
         if not self.gone:
@@ -81,28 +105,6 @@ class Peer:
             self.sent += 1
             for _ in range(number):
                 self.out.popleft()
-
-
-class HostedNamespace:
-    """The tiers of one namespace, and the rows of its engines."""
-
-    def __init__(self, namespace: Namespace, groups: tuple[int, ...], stride: int) -> None:
-        self.namespace = namespace
-        """The namespace, in no epoch."""
-        self.groups = groups
-        """Bytes of a block, per KV-cache group."""
-        self.rows = RowSpace(stride)
-        """The rows of all its engines."""
-        self.tiers: dict[str, HostedTier] = {}
-        """The tiers by name, fastest first."""
-        self.broken: set[str] = set()
-        """Names of the tiers that broke their contract."""
-        self.peers: list[Peer] = []
-        """The connections of its engines."""
-        self.news = ExitStack()
-        """Ends the listening to the tiers' announcements."""
-        self.close_due = 0.0
-        """Time of the next attempt to close tiers that will be opened again; 0 without one."""
 
 
 Stamp = tuple[HostedNamespace, str, tuple[int, ...]]

@@ -214,6 +214,16 @@ class Regions:
         return len(self._regions)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(region.claim.rows * region.claim.stride for region in self._regions)
+
+    @property
+    def blocks(self) -> int:
+        """Number of recorded blocks."""
+        return sum(len(region.entries) for region in self._regions)
+
+    @property
     def left(self) -> int:
         """Number of regions whose engine has ended."""
         return sum(region.left_at is not None for region in self._regions)

@@ -15,8 +15,10 @@ import selectors
 import socket
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,18 +27,15 @@ from tiering.api.masking import mask_text
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, TieringError
+from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, ServiceLook
 from tiering.machine.door import bind_socket
-from tiering.machine.hosted import HostedTier
-from tiering.machine.link import peer_uid
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
-from tiering.machine.peers import NO_ROOM, HostedNamespace, Peer
+from tiering.machine.namespaces import HostedNamespace, TierBuilder
+from tiering.machine.peers import NO_ROOM, Peer
 from tiering.machine.regions import Regions
-from tiering.machine.words import START, Greeting, revision_of
-from tiering.runtime.news import News
+from tiering.machine.words import Greeting
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.agreement import EpochAgreement
-from tiering.secondary.contract import SecondaryTierManager, TierContext
 
 _log = logging.getLogger("kv_tiering.machine")
 
@@ -55,16 +54,9 @@ COPY_THREADS = 4
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
-CLOSE_AGAIN = 10.0
-"""Seconds between two attempts to close the tiers of a namespace that opens them again."""
-
-_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
 _LOG_SECONDS = 30.0
 _NOBODY = 65534
 _MOST_FDS = 4
-
-TierBuilder = Callable[[TierContext], SecondaryTierManager]
-"""Function that returns a tier that is not open."""
 
 
 class MachineService:
@@ -107,6 +99,8 @@ class MachineService:
             weakref.finalize(self, os.close, pipe)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
         self._refusals = RateLimit(_LOG_SECONDS, clock)
+        self._refused = 0
+        self._looks: deque[Future[ServiceLook]] = deque()
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
         self.regions = Regions(self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers)
         """The rows that outlive engines."""
@@ -135,15 +129,56 @@ class MachineService:
         with suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
+    def look(self, seconds: float) -> ServiceLook:
+        """Return the counts; those of a service whose thread does not answer within ``seconds`` are 0.
+
+        Any thread but the service's may call.
+        """
+        look: Future[ServiceLook] = Future()
+        self._looks.append(look)
+        self.wake()
+        try:
+            return look.result(seconds)
+        except TimeoutError:
+            look.cancel()
+            return ServiceLook(ServiceCounts())
+
+    def _counted(self) -> ServiceLook:
+        tiers = {
+            (space.name, name): hosted.stats
+            for space in self._namespaces.values()
+            for name, hosted in space.tiers.items()
+        }
+        engines: dict[EngineOfTier, EngineCounts] = {}
+        for peer in self._peers.values():
+            peer.add_counts(engines)
+        counts = ServiceCounts(
+            service_responsive=1,
+            service_connections=len(self._peers),
+            service_refusals=self._refused,
+            service_orphaned_rows=sum(peer.counts.engine_rows_busy for peer in self._peers.values() if peer.leaving),
+            service_kept_regions=len(self.regions),
+            service_left_regions=self.regions.left,
+            service_kept_bytes=self.regions.nbytes,
+            service_kept_blocks=self.regions.blocks,
+            service_inherited_blocks=self.regions.handed_over,
+        )
+        return ServiceLook(counts, tiers, engines)
+
     def stop(self) -> None:
         """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call."""
         self._stopping = True
         self.wake()
 
-    def run(self) -> bool:
-        """Serve until :meth:`stop`, and return True if nothing touches the engines' rows any more."""
+    def run(self, beat: Callable[[], object] = lambda: None) -> bool:
+        """Serve until :meth:`stop`, and return True if nothing touches the engines' rows any more.
+
+        Args:
+            beat: function that is called after each turn, several times a second; default: nothing is.
+        """
         while not self._stopping:
             self.turn()
+            beat()
         return self._close()
 
     def turn(self) -> None:
@@ -155,8 +190,11 @@ class MachineService:
         for key, _ in self._selector.select(BUSY_SECONDS if busy else IDLE_SECONDS):
             key.data()
         for space in self._namespaces.values():
-            self._step(space)
+            space.step()
         self.regions.step()
+        while self._looks:
+            if (look := self._looks.popleft()).set_running_or_notify_cancel():
+                look.set_result(self._counted())
         for peer in list(self._peers.values()):
             if peer.out:
                 peer.flush()
@@ -182,7 +220,7 @@ class MachineService:
             self.turn()
         ended = not self._peers
         for space in self._namespaces.values():
-            ended = self._close_tiers(space, deadline) and ended
+            ended = space.close_tiers(deadline) and ended
         self._copiers.stop()
         ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
         self._selector.close()
@@ -193,13 +231,6 @@ class MachineService:
         else:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
-
-    def _close_tiers(self, space: HostedNamespace, deadline: float) -> bool:
-        for name, tier in space.tiers.items():
-            _log.info("tier %s: %d blocks were copied from the read of another engine", name, tier.reads_saved)
-        closed = [tier.tier.shutdown(deadline) for tier in space.tiers.values()]
-        space.news.close()
-        return all(closed)
 
     # ------------------------------------------------------------------------------------------------------ the sockets
 
@@ -223,9 +254,9 @@ class MachineService:
             return
         connection.setblocking(False)
         peer = Peer(connection, f"engine-{next(self._numbers)}")
-        uid = peer_uid(connection)
-        if uid != os.geteuid() or uid == _NOBODY or len(self._peers) >= MOST_CONNECTIONS:
-            self._refuse(peer, f"the service takes up to {MOST_CONNECTIONS} connections of its own user, not of {uid}")
+        if peer.uid != os.geteuid() or peer.uid == _NOBODY or len(self._peers) >= MOST_CONNECTIONS:
+            text = f"the service takes up to {MOST_CONNECTIONS} connections of its own user, not of {peer.uid}"
+            self._refuse(peer, text)
             peer.flush()
             self._hang_up(peer)
             return
@@ -274,6 +305,7 @@ class MachineService:
                     os.close(fd)
 
     def _refuse(self, peer: Peer, reason: str) -> None:
+        self._refused += 1
         if number := self._refusals.admit():
             _log.warning("%d connection(s) refused or ended; the last, %s: %s", number, peer.name, reason)
         peer.send(Record(Kind.REFUSED, text=mask_text(reason).encode(errors="replace")[:4000]))
@@ -282,7 +314,7 @@ class MachineService:
     def _take(self, peer: Peer, record: Record, fds: Sequence[int]) -> None:
         if peer.hosted is not None and peer.space is not None:
             if peer.tier not in peer.space.broken:
-                self._guarded(peer.space, peer.hosted, partial(peer.hosted.take, peer, record))
+                peer.space.guarded(peer.hosted, partial(peer.hosted.take, peer, record))
         elif peer in self.regions:
             self.regions.take(peer, record)
         elif record.kind == Kind.CLAIM and peer.received == 1:
@@ -317,7 +349,7 @@ class MachineService:
             peer.hosted = space.tiers[greeting.tier]
             peer.hosted.engines.append(peer)
             space.peers.append(peer)
-            _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.namespace.directory[:8])
+            _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.name)
         self._welcome(peer, ())
 
     def _welcome(self, peer: Peer, fds: Sequence[int]) -> None:
@@ -364,8 +396,6 @@ class MachineService:
             os.close(peer.pidfd)
             peer.pidfd = -1
 
-    # -------------------------------------------------------------------------------------------------------- the tiers
-
     def _namespace(self, greeting: Greeting) -> HostedNamespace:
         """Return the tiers of a namespace, built if it is new.
 
@@ -376,117 +406,18 @@ class MachineService:
         if space is None:
             if len(self._namespaces) >= MOST_NAMESPACES:
                 raise ConfigError(f"the service has {MOST_NAMESPACES} namespaces already")
-            space = HostedNamespace(Namespace(greeting.parameters), greeting.group_bytes, greeting.stride)
-            self._build(space, greeting.weights)
+            space = HostedNamespace(
+                Namespace(greeting.parameters),
+                greeting.group_bytes,
+                greeting.stride,
+                self._builders,
+                self._copiers,
+                self.wake,
+                self._clock,
+                self._generations,
+            )
+            space.build(greeting.weights)
             self._namespaces[greeting.parameters] = space
         elif (space.groups, space.rows.stride) != (greeting.group_bytes, greeting.stride):
             raise ConfigError("another engine of this namespace has blocks of other sizes")
         return space
-
-    def _build(self, space: HostedNamespace, weights: str) -> None:
-        """Build and open all tiers of a namespace, for engines whose weights are in the state ``weights``.
-
-        Raises:
-            TieringError: a tier cannot be built; none is open.
-        """
-        news, agreement = News(), EpochAgreement()
-        agreement.in_use = True  # engines may hold blocks that are older than what a medium says
-        private = weights != START and revision_of(weights) is None
-        tiers: dict[str, HostedTier] = {}
-        with ExitStack() as undo:
-            undo.enter_context(news.listening(self.wake))
-            for name, build in self._builders.items():
-                context = TierContext(
-                    name=name,
-                    primary_view=space.rows.array.data,
-                    group_bytes=space.groups,
-                    namespace=space.namespace,
-                    clock=self._clock,
-                    replica=space.namespace.directory[:16],
-                    revision=revision_of(weights),
-                    news=news,
-                    agreement=agreement,
-                )
-                tier = build(context)
-                undo.callback(tier.shutdown, self._clock())
-                state = START if private else weights
-                tiers[name] = HostedTier(
-                    tier,
-                    space.rows.array,
-                    space.groups,
-                    self._copiers,
-                    self.wake,
-                    self._clock,
-                    state,
-                    self._generations,
-                )
-            for hosted in tiers.values():
-                hosted.tier.open(self._clock() + _OPEN_SECONDS)
-            undo.pop_all()
-            space.news.enter_context(news.listening(self.wake))
-        space.tiers = tiers
-        space.broken.clear()
-
-    def _guarded(self, space: HostedNamespace, hosted: HostedTier, method: Callable[[], object]) -> None:
-        """Call a method that calls a tier, and take a tier that raises out of service until a restart."""
-        try:
-            method()
-        except MessageError:
-            raise
-        except Exception:
-            name = next(name for name, tier in space.tiers.items() if tier is hosted)
-            _log.exception("tier %s of namespace %s is out of service", name, space.namespace.directory[:8])
-            space.broken.add(name)
-            hosted.fail()
-
-    def _step(self, space: HostedNamespace) -> None:
-        shared = [tier.medium_epoch for tier in space.tiers.values() if tier.shared]
-        epoch = "?" if "?" in shared else ",".join(shared)
-        for name, hosted in space.tiers.items():
-            if name not in space.broken:
-                hosted.epoch = epoch
-                self._guarded(space, hosted, hosted.step)
-        if any(hosted.superseded for hosted in space.tiers.values()):
-            _log.warning(
-                "namespace %s has a new common epoch; all engines drop their blocks", space.namespace.directory[:8]
-            )
-            for name, hosted in space.tiers.items():
-                if name not in space.broken:
-                    self._guarded(space, hosted, hosted.follow)
-        self._settle(space)
-
-    def _settle(self, space: HostedNamespace) -> None:
-        """Let tiers whose engines have gone serve the engines with other weights."""
-        left = [
-            hosted
-            for name, hosted in space.tiers.items()
-            if name not in space.broken
-            and hosted.engines
-            and all(engine.weights != hosted.weights for engine in hosted.engines)
-        ]
-        for hosted in left:
-            weights = hosted.engines[0].weights
-            if weights != START:
-                self._guarded(space, hosted, partial(hosted.move, weights))
-        used = any(peer.hosted is not None and peer.weights == peer.hosted.weights for peer in space.peers)
-        waiting = any(hosted.engines[0].weights == START for hosted in left)
-        now, first = self._clock(), not space.close_due
-        if space.broken or now < space.close_due or not all(hosted.idle for hosted in space.tiers.values()):
-            return
-        if first and (used or not waiting):
-            return
-        # A tier cannot go back to the epoch of its start; one that is opened again can. A hung medium delays the other
-        # namespaces once: later attempts wait for nothing.
-        space.close_due = now + CLOSE_AGAIN
-        if self._close_tiers(space, now + _CLOSE_SECONDS * first):
-            space.close_due = 0.0
-            space.news = ExitStack()
-            try:
-                self._build(space, START)
-            except TieringError as error:
-                _log.error("the tiers of namespace %s cannot be built: %s", space.namespace.directory[:8], error)
-                space.broken.update(space.tiers)
-                return
-            for peer in space.peers:
-                peer.hosted, peer.generation = space.tiers[peer.tier], -1
-                peer.hosted.engines.append(peer)

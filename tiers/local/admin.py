@@ -46,7 +46,7 @@ from tiering.tier import (
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device import device_speed, probe_direct
 from tiers.local.documents import Documents, remove_durably
-from tiers.local.layout import DIRECTORY_MODE, PAGE, parse_segment, tier_directory
+from tiers.local.layout import DIRECTORY_MODE, PAGE, parse_segment, replicas_in, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import DirectoryLock, contains, owner_of
 from tiers.local.probes import nearest_existing, probe_directory
@@ -90,6 +90,9 @@ class LocalAdmin(TierAdmin):
     @property
     def place(self) -> str:
         return str(self.directory)
+
+    def replicas(self) -> Sequence[str]:
+        return replicas_in(self.directory)
 
     def owner(self) -> str | None:
         with store_errors(f"cannot look at the lock of {self.directory}"):

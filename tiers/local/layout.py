@@ -173,6 +173,11 @@ def tier_directory(path: str, replica: str | None) -> Path:
     return root / f"{REPLICA_PREFIX}{replica}"
 
 
+def replicas_in(directory: Path) -> list[str]:
+    """Return the names of the replicas that have a subdirectory in ``directory``."""
+    return sorted(path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
+
+
 def mount_point(directory: Path) -> Path:
     """Return the mount point of the file system that contains the existing ``directory``."""
     path = directory.resolve()

@@ -14,7 +14,7 @@ from tiering import ConfigError
 from tiering.tier import Files, Finding, Severity, format_bytes
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device import probe_direct
-from tiers.local.layout import DIRECTORY_MODE, REPLICA_PREFIX, SegmentGeometry, used_bytes
+from tiers.local.layout import DIRECTORY_MODE, SegmentGeometry, replicas_in, used_bytes
 from tiers.local.local_options import LocalOptions
 from tiers.local.lock import LOCK_NAME, owner_of
 from tiers.local.segments import MAX_OPEN
@@ -100,10 +100,7 @@ def _probe_existing(
     yield from _probe_open_files()
     if os.access(existing, os.W_OK | os.X_OK):
         yield from _probe_direct(directory, existing, files, live=owner is not None)
-    if existing == directory and any(directory.glob(f"{REPLICA_PREFIX}*")):
-        names = ", ".join(
-            sorted(path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
-        )
+    if existing == directory and (names := ", ".join(replicas_in(directory))):
         yield Finding(Severity.INFO, "replicas", f"data-parallel replicas have subdirectories here: {names}")
 
 

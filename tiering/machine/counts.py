@@ -1,0 +1,102 @@
+"""The counts of a service: of itself, and of each engine at each tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tiering.api.metric import counter, gauge
+from tiering.secondary.tier_stats import TierStats
+
+EngineOfTier = tuple[str, str, str]
+"""Name of an engine, of its namespace and of its tier."""
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Counts of the connections of one engine at one tier, since it connected."""
+
+    engine_connections: int = gauge("connections", "Connections of the engine", "One per tier that its stack names.")
+    engine_attached: int = gauge(
+        "flag",
+        "1 if blocks of the engine and of the tier may meet",
+        "0: another engine was reset, or this one has not emptied its rows for a new epoch yet; it has no hits.",
+        combined="min",
+    )
+    engine_rows: int = gauge("rows", "Rows of the engine that the service maps", "The engine's `primary.capacity`.")
+    engine_rows_busy: int = gauge(
+        "rows",
+        "Rows of the engine in jobs that have not ended",
+        "If it stays high while the engine's loads do not grow, the medium hangs.",
+    )
+    engine_stores_waiting: int = gauge(
+        "blocks", "Blocks of the engine that wait for the tier to take stores", "The tier is slower than its engines."
+    )
+    engine_lookups_waiting: int = gauge(
+        "lookups", "Lookups of the engine that the medium has not answered", "A slow bucket, if it stays high."
+    )
+    engine_loaded_blocks: int = counter(
+        "blocks", "Blocks that the service has loaded into the engine's rows", "Which engine profits."
+    )
+    engine_stored_blocks: int = counter(
+        "blocks", "Blocks that the service has stored from the engine's rows", "Which engine fills the tier."
+    )
+    engine_failed_blocks: int = counter(
+        "blocks",
+        "Blocks of the engine that were not loaded or stored",
+        "Declined stores are among them; `promotions_failed` and `cascades_failed` have the tier's part.",
+    )
+    engine_shared_reads: int = counter(
+        "blocks",
+        "Blocks for which the engine waited for another engine's read",
+        "Reads that the medium was spared.",
+    )
+    engine_messages_received: int = counter("messages", "Messages from the engine", "At most some per step.")
+    engine_messages_sent: int = counter("messages", "Messages to the engine", "Answers, results and states.")
+
+
+@dataclass(slots=True)
+class ServiceCounts:
+    """Counts of a service as a whole."""
+
+    service_responsive: int = gauge(
+        "flag", "1 if the service's thread has answered within a second", "0: it hangs; engines run without tiers."
+    )
+    service_connections: int = gauge(
+        "connections", "Connections, those of claimed rows included", "At 256, further engines are refused."
+    )
+    service_refusals: int = counter(
+        "connections",
+        "Connections that were refused, or ended because of a damaged message",
+        "The log has the reason: another user or version, other block sizes, or too large a CPU tier.",
+        is_trouble=True,
+    )
+    service_orphaned_rows: int = gauge(
+        "rows",
+        "Rows of engines that have gone, in jobs that have not ended",
+        "Their memory is freed once the medium answers; if it stays high, the medium hangs.",
+    )
+    service_kept_regions: int = gauge(
+        "regions", "CPU tiers that the service has made, in use or left", "Only with `machine.keep_rows`."
+    )
+    service_left_regions: int = gauge(
+        "regions", "Those whose engine has ended", "They wait for the next engine for the time of `--keep-rows`."
+    )
+    service_kept_bytes: int = gauge("bytes", "Bytes of the CPU tiers that the service has made", "Memory of machines.")
+    service_kept_blocks: int = gauge(
+        "blocks", "Blocks that are recorded in them", "0 for long: not all tiers of the engines are in service."
+    )
+    service_inherited_blocks: int = counter(
+        "blocks", "Blocks that later engines were given in rows of an earlier one", "Warm restarts."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLook:
+    """The counts of a service at one moment."""
+
+    service: ServiceCounts
+    tiers: Mapping[tuple[str, str], TierStats] = field(default_factory=dict)
+    """Statistics of each tier, of all engines together, by namespace and name."""
+    engines: Mapping[EngineOfTier, EngineCounts] = field(default_factory=dict)
+    """Counts of each engine at each tier."""

@@ -1,0 +1,203 @@
+"""The tiers of one namespace, which all its engines share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+from tiering.api.namespace import Namespace
+from tiering.errors import TieringError
+from tiering.machine.engine_jobs import Engine
+from tiering.machine.hosted import HostedTier
+from tiering.machine.messages import MessageError
+from tiering.machine.rows import RowSpace
+from tiering.machine.words import START, revision_of
+from tiering.runtime.news import News
+from tiering.runtime.pool import ThreadPool
+from tiering.secondary.agreement import EpochAgreement
+from tiering.secondary.contract import SecondaryTierManager, TierContext
+
+_log = logging.getLogger("kv_tiering.machine")
+
+CLOSE_AGAIN = 10.0
+"""Seconds between two attempts to close the tiers of a namespace that opens them again."""
+
+_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
+
+TierBuilder = Callable[[TierContext], SecondaryTierManager]
+"""Function that returns a tier that is not open."""
+
+
+class Member(Engine, Protocol):
+    """One connection of an engine, as its namespace uses it."""
+
+    tier: str
+    """Name of the tier."""
+    hosted: HostedTier | None
+    """The tier that the engine uses."""
+
+
+class HostedNamespace:
+    """The tiers of one namespace, and the rows of its engines; the service's thread calls all methods.
+
+    Args:
+        namespace: the namespace, in no epoch.
+        groups: bytes of a block, per KV-cache group.
+        stride: bytes from one row to the next.
+        builders: function that builds each tier, by the tier's name, fastest first.
+        copiers: threads that copy blocks between rows.
+        wake: function that wakes the service's thread, from any thread.
+        clock: function that returns monotonic seconds.
+        generations: source of numbers of generations, which never returns one twice.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        groups: tuple[int, ...],
+        stride: int,
+        builders: Mapping[str, TierBuilder],
+        copiers: ThreadPool,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        generations: Iterator[int],
+    ) -> None:
+        self.name = namespace.directory[:8]
+        """Name in the log and in metrics."""
+        self.namespace = namespace
+        """The namespace, in no epoch."""
+        self.groups = groups
+        """Bytes of a block, per KV-cache group."""
+        self.rows = RowSpace(stride)
+        """The rows of all its engines."""
+        self.tiers: dict[str, HostedTier] = {}
+        """The tiers by name, fastest first."""
+        self.broken: set[str] = set()
+        """Names of the tiers that broke their contract."""
+        self.peers: list[Member] = []
+        """The connections of its engines."""
+        self._builders = builders
+        self._copiers = copiers
+        self._wake = wake
+        self._clock = clock
+        self._generations = generations
+        self._news = ExitStack()
+        self._close_due = 0.0
+
+    def build(self, weights: str) -> None:
+        """Build and open all tiers of a namespace, for engines whose weights are in the state ``weights``.
+
+        Raises:
+            TieringError: a tier cannot be built; none is open.
+        """
+        news, agreement = News(), EpochAgreement()
+        agreement.in_use = True  # engines may hold blocks that are older than what a medium says
+        private = weights != START and revision_of(weights) is None
+        tiers: dict[str, HostedTier] = {}
+        with ExitStack() as undo:
+            undo.enter_context(news.listening(self._wake))
+            for name, build in self._builders.items():
+                context = TierContext(
+                    name=name,
+                    primary_view=self.rows.array.data,
+                    group_bytes=self.groups,
+                    namespace=self.namespace,
+                    clock=self._clock,
+                    replica=self.namespace.directory[:16],
+                    revision=revision_of(weights),
+                    news=news,
+                    agreement=agreement,
+                )
+                tier = build(context)
+                undo.callback(tier.shutdown, self._clock())
+                state = START if private else weights
+                tiers[name] = HostedTier(
+                    tier,
+                    self.rows.array,
+                    self.groups,
+                    self._copiers,
+                    self._wake,
+                    self._clock,
+                    state,
+                    self._generations,
+                )
+            for hosted in tiers.values():
+                hosted.tier.open(self._clock() + _OPEN_SECONDS)
+            undo.pop_all()
+            self._news.enter_context(news.listening(self._wake))
+        self.tiers = tiers
+        self.broken.clear()
+
+    def guarded(self, hosted: HostedTier, method: Callable[[], object]) -> None:
+        """Call a method that calls a tier, and take a tier that raises out of service until a restart."""
+        try:
+            method()
+        except MessageError:
+            raise
+        except Exception:
+            name = next(name for name, tier in self.tiers.items() if tier is hosted)
+            _log.exception("tier %s of namespace %s is out of service", name, self.name)
+            self.broken.add(name)
+            hosted.fail()
+
+    def step(self) -> None:
+        """Run a step of each tier."""
+        shared = [tier.medium_epoch for tier in self.tiers.values() if tier.shared]
+        epoch = "?" if "?" in shared else ",".join(shared)
+        for name, hosted in self.tiers.items():
+            if name not in self.broken:
+                hosted.epoch = epoch
+                self.guarded(hosted, hosted.step)
+        if any(hosted.superseded for hosted in self.tiers.values()):
+            _log.warning("namespace %s has a new common epoch; all engines drop their blocks", self.name)
+            for name, hosted in self.tiers.items():
+                if name not in self.broken:
+                    self.guarded(hosted, hosted.follow)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let tiers whose engines have gone serve the engines with other weights."""
+        left = [
+            hosted
+            for name, hosted in self.tiers.items()
+            if name not in self.broken
+            and hosted.engines
+            and all(engine.weights != hosted.weights for engine in hosted.engines)
+        ]
+        for hosted in left:
+            weights = hosted.engines[0].weights
+            if weights != START:
+                self.guarded(hosted, partial(hosted.move, weights))
+        used = any(peer.hosted is not None and peer.weights == peer.hosted.weights for peer in self.peers)
+        waiting = any(hosted.engines[0].weights == START for hosted in left)
+        now, first = self._clock(), not self._close_due
+        if self.broken or now < self._close_due or not all(hosted.idle for hosted in self.tiers.values()):
+            return
+        if first and (used or not waiting):
+            return
+        # A tier cannot go back to the epoch of its start; one that is opened again can. A hung medium delays the other
+        # namespaces once: later attempts wait for nothing.
+        self._close_due = now + CLOSE_AGAIN
+        if self.close_tiers(now + _CLOSE_SECONDS * first):
+            self._close_due = 0.0
+            self._news = ExitStack()
+            try:
+                self.build(START)
+            except TieringError as error:
+                _log.error("the tiers of namespace %s cannot be built: %s", self.name, error)
+                self.broken.update(self.tiers)
+                return
+            for peer in self.peers:
+                peer.hosted, peer.generation = self.tiers[peer.tier], -1
+                peer.hosted.engines.append(peer)
+
+    def close_tiers(self, deadline: float) -> bool:
+        """Close all tiers, and return True if nothing touches the engines' rows any more."""
+        for name, tier in self.tiers.items():
+            _log.info("tier %s: %d blocks were copied from the read of another engine", name, tier.reads_saved)
+        closed = [tier.tier.shutdown(deadline) for tier in self.tiers.values()]
+        self._news.close()
+        return all(closed)
