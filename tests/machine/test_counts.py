@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from rich.console import Console
 
 from tests.cli.runner import kv_tiering
 from tests.machine.engines import SmallEngine
-from tests.machine.hosts import service_in_thread, service_process
+from tests.machine.hosts import service_in_thread, service_process, stack_of
 from tests.machine.test_service import MEMORY, Raw
 from tiering.cli.metrics import Sample, fetch, metrics_url, parse
 from tiering.cli.service_metrics import endpoint
+from tiering.cli.top import screen
 from tiering.errors import ConfigError
 from tiering.machine.counts import ServiceCounts, ServiceLook
 from tiering.machine.messages import Kind, Record
@@ -120,7 +124,13 @@ def test_top_shows_the_engines_of_a_service(service: MachineService, url: str) -
         one.close()
     assert [line.split("\t")[0] for line in lines] == ["local", "engine", "service"]
     assert lines[1].split("\t")[1:8] == [str(os.getpid()), "local", "up", "24", "0", "0", "0"]
-    assert "connections: 1" in lines[2]
+    assert lines[2].startswith("service\tconnections: 1\t")
+
+
+def test_top_lists_the_tiers_of_a_services_stack(service: MachineService, url: str, tmp_path: Path) -> None:
+    stack = tmp_path / "service.yaml"
+    stack.write_text(yaml.safe_dump(stack_of(MEMORY)))
+    assert kv_tiering("top", str(stack), "--url", url, "--once").out.splitlines()[0].startswith("local\tmissing")
 
 
 def test_a_service_that_hangs_is_seen(tmp_path: Path) -> None:
@@ -210,3 +220,13 @@ def test_rows_that_a_medium_still_holds_for_an_engine_that_has_gone_are_counted(
         assert service.look(30.0).service.service_orphaned_rows == 0
         one.close()
         two.close()
+
+
+def test_the_screen_has_a_table_of_engines_of_the_last_interval() -> None:
+    before, now = Sample(1.0), Sample(3.0)
+    before.engines["4711", "local"] = {"engine_loaded_blocks": 100.0}
+    now.engines["4711", "local"] = {"engine_loaded_blocks": 142.0, "engine_attached": 0.0, "engine_rows": 24.0}
+    console = Console(file=io.StringIO(), width=140, record=True)
+    console.print(screen(before, now, (), "http://service", ""))
+    (line,) = [line for line in console.export_text().splitlines() if "4711" in line]
+    assert [word for word in line.split() if word != "│"][:6] == ["4711", "local", "apart", "24", "0", "42"]

@@ -98,6 +98,8 @@ def top(target: str, url: str | None, interval: float, once: bool) -> int:
         address = metrics_url(url or DEFAULT_URL)
     timeout = max(interval, 1.0)
     first = parse(fetch(address, timeout), time.monotonic())
+    if f"{SERVICE}_responsive" in first.manager:
+        expected = [name for name in expected if name != CPU]
     console = stdout()
     if once or not console.is_terminal:
         _print_once(first, expected)

@@ -36,6 +36,7 @@ MAX_PROBES = 1024
 MAX_REFUSED = 1 << 16
 """Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
 
+_ONE = PrefixAnswer(1, False)
 _MISSED = float("-inf")
 _NEVER = float("inf")
 
@@ -153,6 +154,8 @@ class SharedIndex(TierIndex):
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
         held = 0
         if not keys or self._present.get(keys[0], 0.0) > now:
+            if len(keys) == 1:
+                return _ONE
             known = list(map(self._present.get, keys, repeat(0.0)))
             if not known or min(known) > now:
                 return PrefixAnswer(len(known), False)
