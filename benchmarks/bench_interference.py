@@ -255,7 +255,7 @@ def _nothing() -> None:
 
 
 def compute_for(seconds: float) -> Callable[[], object]:
-    """Return a function that computes for about ``seconds`` on one core, in one call without the interpreter lock."""
+    """Return a function that computes for about ``seconds`` on one core without the interpreter lock."""
     torch.set_num_threads(1)
     size = 128
     while True:

@@ -4,8 +4,8 @@ The service is a process of its own (``kv-tiering serve``). The first part count
 one process look the same prompts up at the same time, in blocks of 256 KiB, behind a bucket that answers a GET after
 25 ms. The second part plays conversations, whose turns go to any of four engines, with CPU tiers of 32 blocks and disks
 large enough for all blocks; "one shared disk" is the share of blocks that some engine has had before. The third part is
-the cost of the scheduler's thread: lookups of what is known to be held, and the end of a step that sends a message with
-two lookups, a load of 16 blocks and a notice. A step without a message is beside it.
+the cost of the scheduler's thread: lookups of blocks that are known to be held, and the end of a step that sends a
+message with two lookups, a load of 16 blocks and a notice. A step without a message is beside it.
 
 The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
@@ -43,7 +43,7 @@ from tiering.primary.memory.region import SharedRegion
 from tiering.secondary.contract import SecondaryTierManager, TierContext, TransferJob
 
 MODEL = ModelIdentity(name="bench", weights="0", dtype="int8", layout="machine")
-ENGINES, PROMPTS, PROMPT_BLOCKS, BUCKET_BLOCK = 8, 4, 16, 256 << 10
+ENGINES, PROMPTS, PROMPT_BLOCKS, BUCKET_BLOCK = 8, 2, 16, 256 << 10
 REPLICAS, CPU_ROWS, SMALL_BLOCK = 4, 32, 4 << 10
 LOAD_BLOCK, STEP_BLOCK = 512 << 10, 2 << 20
 JOB_BLOCKS, JOBS_AHEAD = 16, 4
@@ -93,7 +93,8 @@ def bucket(bench: Bench) -> None:
     capacity = 2 * prompts * PROMPT_BLOCKS * BUCKET_BLOCK
     with slow_s3() as server, ExitStack() as undo:
         undo.enter_context(_variables(server.environment()))
-        tier = {"type": "s3", "bucket": BUCKET, "endpoint_url": server.endpoint, "prefix": "kv/"}
+        patient = {"lookup_deadline": "30s", "load_deadline": "60s"}
+        tier = {"type": "s3", "bucket": BUCKET, "endpoint_url": server.endpoint, "prefix": "kv/", **patient}
         service = undo.enter_context(
             service_process(_made(bench.directory / "bucket"), tier, environment=server.environment())
         )
@@ -133,21 +134,32 @@ def _gets(made: list[Any], stack: Stack) -> int:
 
 
 def _load_together(made: list[Any], blocks: list[list[OffloadKey]]) -> None:
-    """Let all engines look all prompts up at once, and wait until each has each block."""
-    waiting = [(manager, keys, ReqContext(f"{at}")) for manager in made for at, keys in enumerate(blocks)]
-    for manager, _, ctx in waiting:
+    """Let all engines look all prompts up at once, and again after a late answer, until each has each block."""
+    numbers = itertools.count()
+
+    def asked(manager: Any, keys: list[OffloadKey]) -> tuple[Any, list[OffloadKey], ReqContext]:
+        ctx = ReqContext(f"{next(numbers)}")
         manager.on_new_request(ctx)
+        return manager, keys, ctx
+
+    waiting = [asked(manager, keys) for manager in made for keys in blocks]
     until = time.monotonic() + WAIT
-    left = waiting
-    while left:
+    while waiting:
         if time.monotonic() > until:
             raise RuntimeError("a load did not end")
-        left = [each for each in left if (match := each[0].match_prefix(each[1], each[2])).pending or not match.hits]
+        left = []
+        for manager, keys, ctx in waiting:
+            match = manager.match_prefix(keys, ctx)
+            if match.pending:
+                left.append((manager, keys, ctx))
+                continue
+            manager.on_request_finished(ctx)
+            if match.hits < len(keys):
+                left.append(asked(manager, keys))
+        waiting = left
         for manager in made:
             manager.on_schedule_end()
         time.sleep(0.001)
-    for manager, _, ctx in waiting:
-        manager.on_request_finished(ctx)
 
 
 # -------------------------------------------------------------------------------------------------------- conversations
@@ -155,7 +167,7 @@ def _load_together(made: list[Any], blocks: list[list[OffloadKey]]) -> None:
 
 def conversations(bench: Bench) -> None:
     """Compare the hits of replicas with a disk each, with one service, and with one shared disk."""
-    turns = 40 if bench.quick else 400
+    turns = 40 if bench.quick else 200
     rng = random.Random(3)
     lengths: dict[int, int] = {}
     plan: list[tuple[int, list[OffloadKey]]] = []
@@ -234,7 +246,7 @@ def thread(bench: Bench) -> None:
         )
         bench.target("known lookup, batches of 64", stats["in batches of 64"].median, 0.3, "max", "µs per key")
         bench.target("known lookup, single keys", stats["alone"].median, 1.0, "max", "µs per key")
-        silent, sending = _messages(tier, 100 if bench.quick else 3000)
+        silent, sending = _messages(tier, 100 if bench.quick else 2000)
     bench.table(
         "end of a step, µs of wall time",
         ["step", "p50", "p99"],
@@ -472,7 +484,7 @@ def steps(bench: Bench) -> None:
 
 
 def _machine(socket: Path, tier: str) -> dict[str, Any]:
-    return {"socket": str(socket), "tiers": [tier], "lookup_deadline": "10s", "load_deadline": "60s"}
+    return {"socket": str(socket), "tiers": [tier], "lookup_deadline": "30s", "load_deadline": "60s"}
 
 
 def _made(directory: Path) -> Path:

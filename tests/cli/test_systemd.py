@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.machine.hosts import service_process
-from tiering.cli.systemd import Notifier
+from tiering.cli.systemd import UnitNotifier
 from tiering.testing.clock import FakeClock
 
 
@@ -35,7 +35,7 @@ def received(listener: socket.socket) -> list[bytes]:
 
 def test_a_sign_of_life_comes_in_a_third_of_the_watchdogs_time(systemd: socket.socket) -> None:
     clock = FakeClock()
-    notifier = Notifier({"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "30000000"}, clock)
+    notifier = UnitNotifier({"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "30000000"}, clock)
     notifier.ready()
     for _ in range(5):
         notifier.beat()
@@ -45,20 +45,20 @@ def test_a_sign_of_life_comes_in_a_third_of_the_watchdogs_time(systemd: socket.s
 
 @pytest.mark.parametrize("words", [{}, {"WATCHDOG_USEC": ""}, {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}])
 def test_without_a_watchdog_of_this_process_there_is_no_sign(systemd: socket.socket, words: dict[str, str]) -> None:
-    notifier = Notifier({"NOTIFY_SOCKET": systemd.getsockname(), **words})
+    notifier = UnitNotifier({"NOTIFY_SOCKET": systemd.getsockname(), **words})
     notifier.beat()
     assert received(systemd) == []
 
 
 def test_without_systemd_and_with_one_that_is_gone_nothing_happens(tmp_path: Path) -> None:
-    Notifier({}).ready()
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready()
+    UnitNotifier({}).ready()
+    UnitNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).ready()
 
 
 def test_an_abstract_address_is_reached() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0kv-tiering-test-{os.getpid()}")
-        Notifier({"NOTIFY_SOCKET": f"@kv-tiering-test-{os.getpid()}"}).ready()
+        UnitNotifier({"NOTIFY_SOCKET": f"@kv-tiering-test-{os.getpid()}"}).ready()
         assert received(listener) == [b"READY=1"]
 
 

@@ -156,4 +156,4 @@ def _of_service(expression: str) -> bool:
 
 UNMEASURED = {f"Measured worth: {{{{tier}}}} {word}" for word in ("prefill", "prefill ±", "waiting", "waiting ±", "N")}
 UNMEASURED |= {name for name, expression in expressions("1m").items() if _of_service(expression)}
-"""Expressions without a value at an engine whose tiers are always loaded; those of a service are at its endpoint."""
+"""Expressions without a value at an engine that always loads; a service has an endpoint of its own."""

@@ -14,7 +14,7 @@ import click
 from tiering.api.masking import guard_logs
 from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.service_metrics import endpoint
-from tiering.cli.systemd import Notifier
+from tiering.cli.systemd import UnitNotifier
 from tiering.cli.transfer_config import stack_at
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
@@ -89,7 +89,7 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
             port = undo.enter_context(endpoint(metrics, service.look))
             logging.getLogger("kv_tiering.machine").info("metrics at %s, port %d", metrics, port)
         service.listen()
-        notifier = Notifier()
+        notifier = UnitNotifier()
         notifier.ready()
         if not service.run(notifier.beat):
             raise TieringError("some I/O did not end in time")

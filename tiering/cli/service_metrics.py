@@ -1,4 +1,4 @@
-"""The Prometheus endpoint of a machine's service: its own counts, those of its tiers, and of each engine."""
+"""The Prometheus endpoint of a machine's service: counts of it, of its tiers, and of each engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 
-class Notifier:
+class UnitNotifier:
     """Sends what a unit of the type ``notify`` expects; without such a unit, nothing.
 
     Args:

@@ -260,7 +260,7 @@ ENGINE_HEADINGS = ("engine", "tier", "state", "rows", "busy", "loads", "shared",
 
 
 def engine_rows(before: Sample, now: Sample) -> Iterator[tuple[str, ...]]:
-    """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`; none of an engine.
+    """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`.
 
     Args:
         before: the earlier sample; an empty one for the numbers since each engine connected.

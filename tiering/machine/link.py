@@ -108,7 +108,7 @@ class LinkEvent(NamedTuple):
 
 
 def peer_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return the number and the user of the process at the other end; 0: it is in no namespace of this process."""
+    """Return number and user of the process at the other end; number 0: this process cannot see it."""
     pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(pid), int(uid)
 
