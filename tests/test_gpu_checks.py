@@ -69,7 +69,7 @@ def test_an_error_that_is_left_behind_fails_the_check(monkeypatch: pytest.Monkey
     assert "712" in detail
 
 
-@pytest.mark.parametrize("name", ["layouts", "order", "offsets"])
+@pytest.mark.parametrize("name", ["layouts", "order", "offsets", "stages"])
 def test_copies_that_move_nothing_fail_the_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     reuse_staging_buffers(monkeypatch)
     assert outcome(name, dry_machine())[0] is Outcome.DRY

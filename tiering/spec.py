@@ -58,6 +58,7 @@ class TieringOffloadingSpec(OffloadingSpec):
             default: the sizes in the model's :class:`KVLayout`.
         rank: rank of the worker that this spec serves; default 0.
         copies: number of neighbouring ranks that hold the same KV; default 1.
+        stage_bytes: bytes of a GPU block on one rank of each pipeline stage, per KV-cache group; default: one stage.
         heads: this rank's KV heads, if rows hold the heads of all ranks in order (``layout: canonical``); default None.
         replica: name that tells data-parallel engines of one machine apart; default None.
         enable_events: True to collect events even if the stack does not ask for them; default False.
@@ -76,6 +77,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         group_bytes: Sequence[int] | None = None,
         rank: int = 0,
         copies: int = 1,
+        stage_bytes: tuple[tuple[int, ...], ...] = (),
         heads: HeadShard | None = None,
         replica: str | None = None,
         enable_events: bool = False,
@@ -105,6 +107,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.tenant_key = _tenant_key(self.stack)
         self._rank = rank
         self._copies = copies
+        self._stage_bytes = stage_bytes
         self._replica = replica
         self._enable_events = enable_events
         self._clock = clock
@@ -150,7 +153,8 @@ class TieringOffloadingSpec(OffloadingSpec):
             ConfigError: the block sizes of the caches differ from ``group_bytes``, so scheduler and workers would
                 disagree about the content of a row.
         """
-        layout = RowLayout.of(kv_caches, self.block_size_factor, self._rank, self.engine.world_size, self._copies)
+        ranks = (self._rank, self.engine.world_size, self._copies, self._stage_bytes)
+        layout = RowLayout.of(kv_caches, self.block_size_factor, *ranks)
         if layout.group_bytes != self.group_bytes:
             raise ConfigError(
                 f"the KV caches have blocks of {layout.group_bytes} bytes per KV-cache group (all ranks), "

@@ -72,11 +72,19 @@ class Copies:
 
 @contextmanager
 def copies_of(
-    machine: Machine, cache: CanonicalKVCaches, num_rows: int, way: Way, rows: RowLayout | None = None
+    machine: Machine,
+    cache: CanonicalKVCaches,
+    num_rows: int,
+    way: Way,
+    rows: RowLayout | None = None,
+    shared: SharedRegion | None = None,
 ) -> Iterator[Copies]:
-    """Build handlers for plain rows of one rank, or for ``rows``, and shut them down in the end."""
+    """Build handlers for plain rows of one rank, or for ``rows``, and shut them down in the end.
+
+    The rows are those of ``shared``, or new ones.
+    """
     layout = rows or RowLayout.of(cache)
-    region = SharedRegion.create(num_rows, layout.row_bytes)
+    region = shared or SharedRegion.create(num_rows, layout.row_bytes)
     pinned = PinnedRows(region.array, machine.api)
     with machine.watched():
         store, load = (
@@ -91,7 +99,8 @@ def copies_of(
         finally:
             load.shutdown()
             store.shutdown()
-            region.close()
+            if shared is None:
+                region.close()
 
 
 def layered(machine: Machine, blocks: int, page_bytes: int, layers: int = LAYERS) -> CanonicalKVCaches:
@@ -304,6 +313,64 @@ def start(machine: Machine) -> str:
     )
 
 
+def pipeline_stages(machine: Machine) -> str:
+    """Store by the workers of several pipeline stages in turn, look at the rows, and load other blocks."""
+    compared, blocks, all_heads = 0, machine.sized(JOB_BLOCKS, 4), 4
+    for split, ranks, canonical, factor in (
+        ((0, 1), 1, False, 1),
+        ((0, 1, 1, 2), 2, False, 2),
+        ((0, 0, 0, 1), 2, True, 1),
+        ((0, 1, 1, 2), 4, True, 2),
+    ):
+        dice = torch.Generator().manual_seed(len(split) + ranks)
+        shape = (len(split), 2 * blocks, all_heads, 16, 128)
+        whole = torch.randint(0, 1 << 15, shape, generator=dice, dtype=torch.int16)
+        count, stages = all_heads // ranks, 1 + max(split)
+        parts = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
+        page = count * 16 * 128 * 2
+        stage_bytes = tuple((split.count(stage) * page,) for stage in range(stages))
+        region = SharedRegion.create(blocks, len(split) * ranks * page * factor)
+        workers = []
+        for number, (stage, rank) in enumerate(parts):
+            own = [layer for layer, its_stage in enumerate(split) if its_stage == stage]
+            heads = slice(rank * count, (rank + 1) * count)
+            tensors = {f"l{layer}": whole[layer, :, heads].contiguous().to(machine.device) for layer in own}
+            shard = HeadShard(count, True, rank, ranks) if canonical else None
+            cache = canonicalize(tensors, [KVCacheGroup(tuple(tensors), 16)], 2 * blocks, shard)
+            workers.append((tensors, heads, cache, RowLayout.of(cache, factor, number, len(parts), 1, stage_bytes)))
+        gpu, cpu = spec(range(blocks), range(blocks // factor))
+        for job_id, (_, _, cache, rows) in enumerate(workers):
+            with copies_of(machine, cache, blocks, best(machine), rows, region) as copies:
+                copies.run(copies.store, job_id, (gpu, cpu))
+        name = f"{'canonical' if canonical else 'plain'} rows of {stages} stages of {ranks} rank(s)"
+        content = whole[:, :blocks].reshape(len(split), blocks // factor, factor, *shape[2:])
+        if canonical:
+            expected = content.permute(1, 2, 0, 3, 4, 5)
+        else:
+            ordered = [
+                content[[layer for layer, its in enumerate(split) if its == stage], :, :, rank * count :][
+                    :, :, :, :count
+                ].permute(1, 2, 0, 3, 4, 5)
+                for stage, rank in parts
+            ]
+            expected = torch.cat([part.reshape(blocks // factor, -1) for part in ordered], dim=1)
+        stored = region.array[: blocks // factor, : len(split) * ranks * page * factor]
+        found = torch.from_numpy(stored.copy()).view(torch.int16)
+        require(torch.equal(found, expected.reshape(blocks // factor, -1)), f"{name}: the rows have other bytes")
+        gpu, cpu = spec(range(blocks, 2 * blocks), range(blocks // factor))
+        for job_id, (tensors, heads, cache, rows) in enumerate(workers):
+            with copies_of(machine, cache, blocks, best(machine), rows, region) as copies:
+                copies.run(copies.load, job_id, (cpu, gpu))
+            machine.synchronize()
+            for layer, tensor in tensors.items():
+                right = whole[int(layer[1:]), :blocks, heads]
+                require(torch.equal(tensor[blocks:].cpu(), right), f"{name}: a load brought other bytes")
+                require(torch.equal(tensor[:blocks].cpu(), right), f"{name}: a load changed other blocks")
+            compared += blocks
+        region.close()
+    return f"{compared} blocks of 2 and 3 stages of 1 to 4 ranks, plain and canonical"
+
+
 def order(machine: Machine) -> str:
     """Queue long kernels before copies and behind them, and look at whose bytes arrive."""
     for name, way in ways(machine).items():
@@ -489,6 +556,7 @@ CHECKS = (
     Check("memory", "copies reserve no more device memory after the start", memory),
     Check("offsets", "blocks beyond 2 GiB of an allocation go to their place", far_offsets),
     Check("canonical", "canonical rows come back bit for bit; their rates beside those of plain rows", canonical_rows),
+    Check("stages", "each pipeline stage moves the bytes of its own layers, and no others", pipeline_stages),
     Check("rates", "copies reach their goals beside a bare pinned copy", rates),
 )
 """The checks of copies, the cheapest first."""

@@ -35,11 +35,26 @@ def stack(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def workers(model: Path, path: Path, count: int, *more: str) -> Iterator[Server]:
-    """A server with ``count`` workers whose disk is open."""
+def workers(
+    model: Path,
+    path: Path,
+    count: int,
+    *more: str,
+    tensor: int | None = None,
+    words: dict[str, Any] | None = None,
+    tier: str = "local",
+) -> Iterator[Server]:
+    """A server with ``count`` workers whose disk, or other tier, is open.
+
+    Args:
+        more: further options of the server.
+        tensor: number of workers that share a layer; default: all.
+        words: the stack; default: that of :func:`stack`.
+        tier: name of the tier that must be open.
+    """
     options = [
         "--tensor-parallel-size",
-        str(count),
+        str(tensor or count),
         "--distributed-executor-backend",
         "mp",
         "--shutdown-timeout",
@@ -47,9 +62,9 @@ def workers(model: Path, path: Path, count: int, *more: str) -> Iterator[Server]
         *more,
     ]
     with serve(
-        model, stack(path), path / f"log{count}", *options, VLLM_CPU_OMP_THREADS_BIND=OMP_THREADS[count]
+        model, words or stack(path), path / f"log{count}", *options, VLLM_CPU_OMP_THREADS_BIND=OMP_THREADS[count]
     ) as server:
-        until(lambda: step(server) and server.metric("kv_tiering_available", tier="local") == 1, 120, "the disk")
+        until(lambda: step(server) and server.metric("kv_tiering_available", tier=tier) == 1, 120, "the tier")
         yield server
 
 
@@ -58,9 +73,9 @@ def step(server: Server) -> bool:
     return bool(server.ask([FIRST[0][:8]], 1))
 
 
-def stored(server: Server) -> float:
+def stored(server: Server, tier: str = "local") -> float:
     step(server)
-    return server.metric("kv_tiering_cascades_total", tier="local")
+    return server.metric("kv_tiering_cascades_total", tier=tier)
 
 
 class SwappedHeads(Wrapped):

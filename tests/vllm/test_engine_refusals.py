@@ -111,7 +111,13 @@ REFUSED = {
     ),
     "several hosts": Refused("keep an engine's workers on one host", {"nnodes": 2, "tensor_parallel_size": 2}),
     "external launcher": Refused("use mp", {"distributed_executor_backend": "external_launcher"}),
-    "pipeline parallelism": Refused("use tensor parallelism", {"pipeline_parallel_size": 2}),
+    "pipeline parallelism in mode simple": Refused(
+        "or tensor parallelism", {"pipeline_parallel_size": 2}, words={"mode": "simple"}
+    ),
+    "pipeline parallelism and drafts": changed(
+        "the drafts are computed on the last one; turn one of the two off",
+        "config.parallel_config.pipeline_parallel_size, config.speculative_config = 2, object()",
+    ),
     "prefill context parallelism": changed(
         "set prefill_context_parallel_size to 1", "config.parallel_config.prefill_context_parallel_size = 2"
     ),
@@ -165,7 +171,13 @@ REFUSED = {
 
 
 SLOW = {
-    *("prefill context parallelism", "unknown kind", "no hashes", "several groups in an old vLLM"),
+    *(
+        "prefill context parallelism",
+        "pipeline parallelism and drafts",
+        "unknown kind",
+        "no hashes",
+        "several groups in an old vLLM",
+    ),
     *("states at all blocks", "states that are not whole", "states that an old vLLM keeps"),
 }
 """Refusals of a described engine that test_refusals.py has too, without an engine."""

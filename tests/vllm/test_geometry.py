@@ -212,7 +212,7 @@ def test_a_rank_holds_its_heads_or_shares_one_with_its_neighbours(
     ("change", "reason"),
     [
         ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"world_size": 4}, "the 4 workers are not those of tensor parallelism alone"),
+        ({"world_size": 4}, "the 4 workers are not those of tensor and pipeline parallelism alone"),
         ({"heads": 0}, "0 KV heads cannot be divided among 2 workers"),
         ({"use_mla": True}, "of the kind full_attention, which has no KV heads"),
         ({"heads": 3}, "3 KV heads cannot be divided among 2 workers"),

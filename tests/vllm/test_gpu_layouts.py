@@ -32,7 +32,8 @@ from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.canonical import canonicalize
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
-from tiering.engines.vllm.geometry import Geometry, check_supported, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.geometry import Geometry, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.refusals import check_supported
 from tiering.errors import ConfigError
 from tiering.simple.worker import SimpleCPUOffloadWorker
 

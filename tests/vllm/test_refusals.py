@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiering.engines.vllm.geometry import check_supported
 from tiering.engines.vllm.identity import hash_seed
+from tiering.engines.vllm.refusals import check_stages, check_supported
 from tiering.errors import ConfigError
 
 
@@ -23,21 +23,31 @@ def configuration(
     return config, SimpleNamespace(kv_cache_groups=[group] * groups)
 
 
+def drafting(**parallel: Any) -> Any:
+    config, _ = configuration(**parallel)
+    config.speculative_config = SimpleNamespace()
+    return config
+
+
 def check(config: tuple[Any, Any], reports_requests: bool = True) -> None:
     check_supported(*config, lambda spec: spec.kind, reports_requests)
 
 
-def test_what_is_supported_passes() -> None:
+def test_what_is_supported_passes_and_drafts_beside_stages_do_not() -> None:
     check(configuration())
     check(configuration(groups=2))
     check(configuration("sliding_window"))
+    check(configuration(pipeline_parallel_size=2))
+    check_stages(drafting())
+    check_stages(configuration(pipeline_parallel_size=2)[0])
+    with pytest.raises(ConfigError, match="drafts are computed on the last one; turn one of the two off"):
+        check_stages(drafting(pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (configuration(nnodes=2), "keep an engine's workers on one host"),
-        (configuration(pipeline_parallel_size=2), "pipeline parallelism is not supported"),
         (configuration(prefill_context_parallel_size=2), "prefill context parallelism"),
         (configuration(distributed_executor_backend="external_launcher"), "use mp"),
         (

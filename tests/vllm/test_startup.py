@@ -87,21 +87,26 @@ def test_vllm_refuses_its_configuration(no_weights: Path, transfer: Any, message
 
 
 @pytest.mark.parametrize("transfer", [transfer_config(RIGHT), several(RIGHT)])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism is not supported"),
-        ({"distributed_executor_backend": "external_launcher"}, "use mp"),
-    ],
-)
-def test_vllm_refuses_a_parallelism_whose_workers_cannot_share_a_cpu_tier(
-    no_weights: Path, transfer: Any, options: dict[str, Any], message: str
-) -> None:
+def test_vllm_refuses_a_parallelism_whose_workers_cannot_share_a_cpu_tier(no_weights: Path, transfer: Any) -> None:
+    refuses(no_weights, transfer, "use mp", distributed_executor_backend="external_launcher")
+
+
+def test_vllm_refuses_pipeline_stages_in_mode_simple(no_weights: Path) -> None:
+    transfer = transfer_config({"mode": "simple", **RIGHT})
+    refuses(no_weights, transfer, "mode simple does not support pipeline", pipeline_parallel_size=2)
+    accepted(no_weights, transfer_config(RIGHT), pipeline_parallel_size=2)
+
+
+def accepted(no_weights: Path, transfer: Any, **options: Any) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(model=str(no_weights), skip_tokenizer_init=True, kv_transfer_config=transfer, **options)
+    arguments.create_engine_config()
+
+
+def refuses(no_weights: Path, transfer: Any, message: str, **options: Any) -> None:
     with pytest.raises(StartupError, match=message):
-        arguments.create_engine_config()
+        accepted(no_weights, transfer, **options)
 
 
 @pytest.mark.parametrize("transfer", [transfer_config(RIGHT), several(RIGHT)])

@@ -114,8 +114,6 @@ def canonicalize(
                 known = pieces.get(piece.place)
                 if known is None or known.nbytes < piece.nbytes:
                     pieces[piece.place] = piece
-        if not pieces:
-            raise ConfigError(f"KV-cache group {index} has no layers")
         own.update(pieces)
         refs.append(tuple(map(builder.add, _joined(pieces.values()))))
     grouped = {layer for group in groups for layer in group.layer_names}

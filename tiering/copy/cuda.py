@@ -110,8 +110,11 @@ class CudaCopyHandler(PlannedHandler):
         self._kernel = kernel
         self._batch = batch
         self._device: torch.device = kv_caches.tensors[0].tensor.device
-        self._groups = [DeviceGroup.of(kv_caches, layout, group) for group in range(len(layout.page_bytes))]
-        self._direct = [maps_rows and group.piece_bytes <= _DIRECT_BYTES for group in self._groups]
+        own = [group for group, pages in enumerate(layout.page_bytes) if pages]
+        self._groups = {group: DeviceGroup.of(kv_caches, layout, group) for group in own}
+        self._direct = {
+            group: maps_rows and pages.piece_bytes <= _DIRECT_BYTES for group, pages in self._groups.items()
+        }
         self._capacity = [self._blocks_in_half(size, staging_bytes // 2) for size in layout.gpu_block_bytes]
         # Requests wait for loads; no request waits for a store.
         priority = -1 if direction is Direction.LOAD else 0
@@ -128,7 +131,7 @@ class CudaCopyHandler(PlannedHandler):
 
     def _blocks_in_half(self, block_bytes: int, half_bytes: int) -> int:
         factor = self._layout.block_size_factor
-        blocks = min(self._rows.num_rows * factor, half_bytes // block_bytes)
+        blocks = min(self._rows.num_rows * factor, half_bytes // max(1, block_bytes))
         return int(max(1, blocks // factor * factor or blocks))
 
     def _allocate_staging(self) -> list[torch.Tensor]:
@@ -330,7 +333,7 @@ class CudaCopyHandler(PlannedHandler):
             with self._api.device(self._device):
                 self.wait(list(self._running))
             # The engine may free its KV cache while it holds this handler.
-            self._groups, self.halves, self._freed = [], [], [None, None]
+            self._groups, self.halves, self._freed = {}, [], [None, None]
             self._rows.release(self._device)
         except RuntimeError as error:
             logger.error("the device does not answer: %s; the primary tier stays pinned until the process ends", error)

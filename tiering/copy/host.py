@@ -48,9 +48,9 @@ class Direction(Enum):
 
 
 def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
-    """Return the number of GPU blocks of each KV-cache group: that of its smallest tensor."""
+    """Return the number of GPU blocks of each KV-cache group: that of its smallest tensor; 0 if it has none."""
     return tuple(
-        min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs)
+        min((int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs), default=0)
         for refs in kv_caches.group_data_refs
     )
 
@@ -146,12 +146,12 @@ class _Batch:
 
 def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: RowLayout) -> list[list[_Layer]]:
     factor = layout.block_size_factor
-    views = []
+    views: list[list[_Layer]] = []
     for group, refs in enumerate(kv_caches.group_data_refs):
-        stride = layout.block_strides[group]
-        first = (
-            min(layout.page_offsets[group]) // stride * stride
-        )  # of this rank's GPU blocks, if ranks lie side by side
+        if not refs:
+            views.append([])
+            continue
+        first, stride = layout.segment_starts[group], layout.block_strides[group]
         blocks = rows[:, first : first + factor * stride].reshape(len(rows), factor, stride)
         if not np.shares_memory(blocks[:1], rows[:1]):
             raise ConfigError("the primary tier's rows cannot be viewed as blocks; they must be contiguous")

@@ -2,10 +2,11 @@
 
 A row holds one offloaded block of one KV-cache group. The ranks' segments lie side by side. A segment holds the GPU
 blocks of the offloaded block in order. Each GPU block consists of its layers' pages without padding, in the order of
-the group's refs.
+the group's refs. The ranks of a pipeline stage hold the same layers, and the segments of the stages follow each other.
+A rank without layers of a group has no segment in the group's rows.
 
 In a canonical row, the GPU blocks of all ranks together lie one behind the other, and a GPU block holds the heads of
-all ranks, layer by layer. Between the pages of one rank then lie those of the others.
+all ranks, layer by layer over all stages. Between the pages of one rank then lie those of the others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class RowLayout:
     """The place of every byte of a block in its row. All sizes are bytes."""
 
     page_bytes: tuple[tuple[int, ...], ...]
-    """Unpadded page sizes of one rank: one tuple per KV-cache group, one size per ref of the group."""
+    """Unpadded page sizes of one rank: one tuple per KV-cache group, one size per ref of the group.
+
+    A group of which only other pipeline stages have layers has no sizes.
+    """
     block_size_factor: int = 1
     """GPU blocks in one offloaded block."""
     rank: int = 0
@@ -41,24 +45,35 @@ class RowLayout:
     world_size: int = 1
     """Number of ranks that hold KV side by side."""
     copies: int = 1
-    """Number of neighbouring ranks that hold the same KV; all of them with latent attention (MLA).
+    """Number of neighbouring ranks that hold the same KV; all of a stage with latent attention (MLA).
 
     The first of them writes what all of them read.
     """
     page_starts: tuple[tuple[int, ...], ...] | None = None
-    """Offsets of the pages in a GPU block of a canonical row, per group; None: ranks lie side by side."""
+    """Offsets of the pages in a GPU block of this stage's layers in a canonical row, per group.
+
+    None: ranks lie side by side.
+    """
+    stage_bytes: tuple[tuple[int, ...], ...] = ()
+    """Bytes of a GPU block on one rank of each pipeline stage, per group; empty (default): there is one stage."""
 
     def __post_init__(self) -> None:
-        if not self.page_bytes or not all(pages and min(pages) > 0 for pages in self.page_bytes):
+        sizes = [size for pages in self.page_bytes for size in pages]
+        if not sizes or min(sizes) < 1 or (len(self.stage_bytes) < 2 and not all(self.page_bytes)):
             raise ConfigError(
                 f"page_bytes {self.page_bytes}: every KV-cache group must have layers with pages of at least one byte"
+            )
+        if self.world_size % self.stages or any(len(each) != len(self.page_bytes) for each in self.stage_bytes):
+            raise ConfigError(
+                f"stage_bytes {self.stage_bytes}: {self.world_size} worker(s) with {len(self.page_bytes)} KV-cache "
+                "groups do not make up these pipeline stages"
             )
         if self.block_size_factor < 1:
             raise ConfigError(f"block_size_factor {self.block_size_factor} is not a positive number")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} is not one of {self.world_size} worker(s)")
-        if self.copies < 1 or self.world_size % self.copies:
-            raise ConfigError(f"{self.world_size} worker(s) do not hold {self.copies} copies of each part of the KV")
+        if self.copies < 1 or self.stage_ranks % self.copies:
+            raise ConfigError(f"{self.stage_ranks} worker(s) do not hold {self.copies} copies of each part of the KV")
 
     @classmethod
     def of(
@@ -68,13 +83,24 @@ class RowLayout:
         rank: int = 0,
         world_size: int = 1,
         copies: int = 1,
+        stage_bytes: tuple[tuple[int, ...], ...] = (),
     ) -> RowLayout:
         """Return the layout of the rows for ``kv_caches``; canonical if its pages have places in a row."""
         refs = kv_caches.group_data_refs
         pages = tuple(tuple(ref.page_size_bytes for ref in group) for group in refs)
         starts = tuple(tuple(ref.row_offset for ref in group if ref.row_offset is not None) for group in refs)
         canonical = any(starts)
-        return cls(pages, block_size_factor, rank, world_size, copies, starts if canonical else None)
+        return cls(pages, block_size_factor, rank, world_size, copies, starts if canonical else None, stage_bytes)
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return max(1, len(self.stage_bytes))
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of one pipeline stage."""
+        return self.world_size // self.stages
 
     @cached_property
     def gpu_block_bytes(self) -> tuple[int, ...]:
@@ -89,28 +115,56 @@ class RowLayout:
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of all ranks, per group. Media hold exactly these bytes, never padding."""
-        return tuple(size * self.shards for size in self.rank_bytes)
+        return tuple(size * self.block_size_factor for size in self._whole_block_bytes)
+
+    @cached_property
+    def _whole_block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one GPU block of all ranks, per group."""
+        stages = [*self.stage_bytes[: self._stage], self.gpu_block_bytes, *self.stage_bytes[self._stage + 1 :]]
+        return tuple(sum(sizes) * self.shards for sizes in zip(*stages, strict=True))
+
+    @cached_property
+    def _earlier_block_bytes(self) -> tuple[int, ...]:
+        """Bytes of one GPU block of all ranks of earlier stages, per group."""
+        groups = range(len(self.page_bytes))
+        return tuple(sum(each[group] for each in self.stage_bytes[: self._stage]) * self.shards for group in groups)
+
+    @property
+    def _stage(self) -> int:
+        """The pipeline stage of this rank, from 0 on."""
+        return self.rank // self.stage_ranks
 
     @property
     def shards(self) -> int:
-        """Number of ranks that hold different KV."""
-        return self.world_size // self.copies
+        """Number of ranks of a stage that hold different KV."""
+        return self.stage_ranks // self.copies
+
+    @cached_property
+    def segment_starts(self) -> tuple[int, ...]:
+        """First byte of this rank's segment in a row, per group; 0 in canonical rows, which have no segments."""
+        if self.page_starts is not None:
+            return (0,) * len(self.page_bytes)
+        factor, shard = self.block_size_factor, self.rank % self.stage_ranks // self.copies
+        return tuple(
+            earlier * factor + shard * size
+            for earlier, size in zip(self._earlier_block_bytes, self.rank_bytes, strict=True)
+        )
 
     @cached_property
     def page_offsets(self) -> tuple[tuple[int, ...], ...]:
         """Offset of each ref's page in a row's first GPU block, per group."""
         if self.page_starts is not None:
-            return self.page_starts
-        starts = [self.rank // self.copies * size for size in self.rank_bytes]
+            found = zip(self._earlier_block_bytes, self.page_starts, strict=True)
+            return tuple(tuple(earlier + start for start in starts) for earlier, starts in found)
         return tuple(
-            tuple(accumulate(pages[:-1], initial=start)) for start, pages in zip(starts, self.page_bytes, strict=True)
+            tuple(accumulate(pages[:-1], initial=start)) if pages else ()
+            for start, pages in zip(self.segment_starts, self.page_bytes, strict=True)
         )
 
     @cached_property
     def block_strides(self) -> tuple[int, ...]:
         """Distance between this rank's pages of two GPU blocks of a row, per group."""
-        ranks = 1 if self.page_starts is None else self.shards
-        return tuple(size * ranks for size in self.gpu_block_bytes)
+        return self.gpu_block_bytes if self.page_starts is None else self._whole_block_bytes
 
     def places(self, group: int) -> list[tuple[int, int]]:
         """Return start and size of this rank's pages in a row of ``group``, GPU block by GPU block."""
@@ -127,7 +181,7 @@ class RowLayout:
     @property
     def turn(self) -> tuple[int, int]:
         """This rank's number among the ranks that use about the same bytes of a row, and the number of these."""
-        same = self.copies if self.page_starts is None else self.world_size
+        same = self.copies if self.page_starts is None else self.stage_ranks
         return self.rank % same, same
 
     @property
@@ -203,7 +257,7 @@ def plan_pages(
         ids = gpu.block_ids[gpu_at : gpu_at + size]
         rows = cpu.block_ids[row_at : row_at + count]
         gpu_at, row_at = gpu_at + size, row_at + count
-        if not size:
+        if not size or not layout.page_bytes[group]:
             continue
         if store and (start or size % factor):
             raise TransferError(

@@ -137,8 +137,7 @@ class ManagerStats:
     rows_unprepared: int = gauge(
         "rows",
         "Rows whose memory is still being prepared, or could not be",
-        "0 within a minute of the start. If it stays, the engine runs without its tiers: its log, or a worker's, has the "
-        "reason.",
+        "0 within a minute of the start. If it stays, the engine runs without its tiers: the logs have the reason.",
     )
     rows_evictable: int = gauge(
         "rows",

@@ -37,13 +37,7 @@ from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.built import model_of, worker_mark
 from tiering.engines.vllm.events import engine_events
-from tiering.engines.vllm.geometry import (
-    Geometry,
-    cache_bytes,
-    check_supported,
-    simple_cache,
-    zeroes_early,
-)
+from tiering.engines.vllm.geometry import Geometry, cache_bytes, simple_cache, zeroes_early
 from tiering.engines.vllm.heads import check_copies
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
@@ -53,7 +47,9 @@ from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.engines.vllm.model import geometry_of, kind_of, model_identity
+from tiering.engines.vllm.refusals import check_one_stage, check_stages, check_supported
 from tiering.engines.vllm.resets import LoadWaits
+from tiering.engines.vllm.stages import stages_of_engine, stages_of_worker
 from tiering.errors import ConfigError, RegionError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
@@ -111,8 +107,18 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
                 f"the engine {self._claim[0]} has a {CONNECTOR} in this process already; "
                 "if MultiConnector names it twice, write all tiers into one stack"
             )
+        is_worker = role == KVConnectorRole.WORKER
+        parallel = vllm_config.parallel_config
+        check_stages(vllm_config)
+        # Before all that may fail on some workers only: the others would wait for them.
+        self.stages = (
+            stages_of_worker(kv_cache_config, parallel)
+            if is_worker
+            else stages_of_engine(kv_cache_config, parallel, sys._getframe(1), _stages_here, self._claim[0])
+        )
+        """vLLM's KV-cache configuration of each pipeline stage."""
         check_supported(vllm_config, kv_cache_config, kind_of, TransferResults is not None, _hands_over_states())
-        geometry = geometry_of(vllm_config, kv_cache_config)
+        geometry = geometry_of(vllm_config, kv_cache_config, stages=self.stages)
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._in_process = not getattr(vllm.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
@@ -122,16 +128,15 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._identification: Identification | None = None
         self._waits = LoadWaits()
         self._spec: TieringOffloadingSpec | None = None
-        is_worker = role == KVConnectorRole.WORKER
         self._identifies_adapters = self._can_identify_adapters(getattr(vllm_config, "lora_config", None))
         if is_worker and self._identifies_adapters:
             self._watch_adapters(vllm_config.lora_config, geometry)
         if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
             return
         if read_stack(vllm_config.kv_transfer_config.kv_connector_extra_config).layout == "canonical":
-            geometry = geometry_of(vllm_config, kv_cache_config, canonical=True)
-            if is_worker and geometry.copies > 1 and not vllm_config.model_config.use_mla:
-                check_copies(model_of(sys._getframe(1)), geometry.engine.world_size // geometry.copies)
+            geometry = geometry_of(vllm_config, kv_cache_config, canonical=True, stages=self.stages)
+            if is_worker and geometry.heads and geometry.copies > 1 and not vllm_config.model_config.use_mla:
+                check_copies(model_of(sys._getframe(1)), geometry.heads.shards)
         self._spec = _build_spec(vllm_config, kv_cache_config, geometry)
         if is_worker:
             self._spec.mark = worker_mark(self._spec.model, vllm_config.model_config.hf_config, sys._getframe(1))
@@ -183,6 +188,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         chosen = simple_options(vllm_config.kv_transfer_config.kv_connector_extra_config, geometry.engine.world_size)
         if chosen is None:
             return False
+        check_one_stage(vllm_config.parallel_config)
         engine, cache = simple_cache(vllm_config, kv_cache_config, geometry)
         if is_worker:
             self.worker_half = SimpleCPUOffloadWorker(engine, cache, chosen.cpu_capacity_bytes)
@@ -286,6 +292,11 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def _stages_here(worker: Any, engine_id: str) -> tuple[Any, ...]:
+    """Return the configurations of all pipeline stages, in the process of vLLM's ``worker``."""
+    return _built[engine_id, str(KVConnectorRole.WORKER)].stages
+
+
 def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> TieringOffloadingSpec:
     """Return the spec.
 
@@ -298,6 +309,7 @@ def _build_spec(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> T
         group_bytes=geometry.group_bytes,
         rank=geometry.rank,
         copies=geometry.copies,
+        stage_bytes=geometry.stage_bytes,
         heads=geometry.heads,
         replica=geometry.replica,
         enable_events=_publishes_events(vllm_config),

@@ -1,13 +1,13 @@
-"""The shape of vLLM's KV cache, and the refusal of unsupported configurations.
+"""The shape of vLLM's KV cache, as scheduler and workers must agree on it.
 
 Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiering.api.engine import EngineConfig, HeadShard, KVCacheGroup, blocks_per_chunk
 from tiering.api.namespace import KVLayout
@@ -18,10 +18,6 @@ from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
 _CANONICAL_FORMAT = 1
 """Version of the rows that hold the heads of all ranks in order."""
-_REFUSED_KINDS = {
-    "cross_attention": "its KV belongs to the encoder's input instead of tokens",
-    "unknown": "its kind is not known",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +30,8 @@ class Geometry:
     """Size of an offloaded block in bytes per KV-cache group, without padding, all ranks together."""
     block_size_factor: int
     """Number of GPU blocks in one offloaded block."""
+    stage_bytes: tuple[tuple[int, ...], ...]
+    """Bytes of a GPU block on one rank of each pipeline stage, per KV-cache group."""
     copies: int
     """Number of neighbouring ranks that hold the same KV; rows hold it once."""
     heads: HeadShard | None
@@ -42,143 +40,12 @@ class Geometry:
     """Rank of this worker."""
     replica: str | None
     """The data-parallel rank; None without data parallelism."""
+    layer_names: tuple[str, ...]
+    """Names of the layers of all stages, group by group in the order of a row."""
     group_texts: tuple[str, ...]
     """One readable description per KV-cache group, for the namespace."""
     kv_dtype: str
     """Data type of the KV cache."""
-
-
-def check_supported(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    kind_of: Callable[[Any], str],
-    reports_requests: bool,
-    hands_over_states: bool = False,
-) -> None:
-    """Refuse configurations that cannot work, before anything is opened.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        kv_cache_config: vLLM's KV-cache configuration.
-        kind_of: vLLM's function that returns the kind of a KV-cache spec.
-        reports_requests: True if this vLLM accepts reports of requests with failed loads, which models with several
-            KV-cache groups need.
-        hands_over_states: True if this vLLM names the blocks with the states that its prefix cache keeps; default:
-            False.
-
-    Raises:
-        ConfigError: the configuration is unsupported; the message says what to change.
-    """
-    check_role(vllm_config.kv_transfer_config)
-    check_parallel(vllm_config.parallel_config)
-    if _cannot_continue(vllm_config):
-        raise ConfigError(
-            "vLLM's CPU kernels for latent attention (MLA) compute wrong results from any KV of an earlier step "
-            "(vLLM turns its own prefix caching off for them); run the model without this connector"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        raise ConfigError("the model has no KV cache: there is nothing to offload; run it without this connector")
-    if all(is_skipped(group, kind_of) for group in groups):
-        raise ConfigError(
-            f"the blocks of the model's KV cache ({kind_of(groups[0].kv_cache_spec)}) have no hashes, so none can be "
-            "looked up; run the model without this connector"
-        )
-    for index, group in enumerate(groups):
-        kind = kind_of(group.kv_cache_spec)
-        if getattr(group, "host_resident", False):
-            raise ConfigError(
-                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...) lives in host memory, and a hit needs "
-                "its blocks too; run the model without this connector"
-            )
-        if is_skipped(group, kind_of):
-            continue
-        if kind in _REFUSED_KINDS:
-            raise ConfigError(
-                f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): {_REFUSED_KINDS[kind]}; "
-                "run the model without this connector"
-            )
-        if kind == "mamba":
-            _check_states(vllm_config, group, f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...)")
-            if not hands_over_states:
-                raise ConfigError(
-                    f"KV-cache group {index} ({kind}, {group.layer_names[0]}, ...): this vLLM does not hand states "
-                    "over to connectors; use vLLM 0.32 or newer"
-                )
-        if getattr(_first(group.kv_cache_spec), "rswa_window", None) is not None:
-            raise ConfigError(
-                f"KV-cache group {index} (reference sliding window): a running request frees blocks in its middle, so "
-                "generated tokens are computed from fewer tokens than the same text in a prompt; "
-                "run the model without this connector"
-            )
-    if len(groups) > 1 and not reports_requests:
-        raise ConfigError(
-            f"the model has {len(groups)} KV-cache groups, and this vLLM cannot handle failed loads of such models; "
-            "use vLLM 0.30 or newer"
-        )
-
-
-def _check_states(vllm_config: Any, group: Any, name: str) -> None:
-    """Check that vLLM keeps states at the borders of blocks, and keeps them whole.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    mode = str(getattr(_first(group.kv_cache_spec), "mamba_cache_mode", "none"))
-    if mode == "none":
-        raise ConfigError(f"{name}: vLLM keeps no states without its own prefix cache; set --enable-prefix-caching")
-    if mode != "align":
-        raise ConfigError(f"{name}: --mamba-cache-mode {mode} is not supported; set --mamba-cache-mode align")
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        raise ConfigError(
-            f"{name}: vLLM moves states after the step if drafts are rejected, so models with states are not supported "
-            "together with speculative decoding; turn one of the two off"
-        )
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
-        raise ConfigError(f"{name}: ReplaySSM does not keep whole states; turn use_replayssm off")
-
-
-def check_role(transfer: Any) -> None:
-    """Check that the connector may both load and store.
-
-    Raises:
-        ConfigError: the role is not "kv_both".
-    """
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(
-            f'kv_role: {transfer.kv_role!r} is not supported; a cache both loads and stores: set "kv_both"'
-        )
-
-
-def check_parallel(parallel: Any) -> None:
-    """Check that the workers of an engine can share one CPU tier.
-
-    Args:
-        parallel: vLLM's configuration of parallelism.
-
-    Raises:
-        ConfigError: they cannot; the message says what to change.
-    """
-    if getattr(parallel, "nnodes", 1) > 1:
-        raise ConfigError(
-            f"the engine spans {parallel.nnodes} hosts, but the CPU tier is shared memory of one host: "
-            "keep an engine's workers on one host"
-        )
-    if parallel.distributed_executor_backend == "external_launcher":
-        raise ConfigError(
-            "the external_launcher executor has a scheduler per rank, which cannot share one CPU tier; use mp"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("pipeline parallelism is not supported: stages hold different layers; use tensor parallelism")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise ConfigError("prefill context parallelism is not supported; set prefill_context_parallel_size to 1")
-
-
-def _cannot_continue(vllm_config: Any) -> bool:
-    """Return True if vLLM's kernels cannot start from a prefix; vLLM's own prefix caching is off then."""
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    latent = bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
-    return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
 
 
 def read_geometry(
@@ -187,6 +54,7 @@ def read_geometry(
     kind_of: Callable[[Any], str],
     hash_block_size: int,
     canonical: bool = False,
+    stages: Sequence[Any] = (),
 ) -> Geometry:
     """Return the shape that scheduler and workers must agree on.
 
@@ -196,16 +64,17 @@ def read_geometry(
         kind_of: vLLM's function that returns the kind of a KV-cache spec.
         hash_block_size: number of tokens that one block hash covers.
         canonical: True if rows hold the heads of all ranks in order; default: False.
+        stages: vLLM's KV-cache configuration of each pipeline stage; default: there is one stage.
 
     Raises:
-        ConfigError: the page size of a layer is unknown, the size of offloaded blocks is invalid, or there are no
-            canonical rows for the model.
+        ConfigError: the page size of a layer is unknown, the size of offloaded blocks is invalid, there are no
+            canonical rows for the model, or stages do not fit together.
     """
     parallel = vllm_config.parallel_config
     context = int(getattr(parallel, "decode_context_parallel_size", 1))
     all_groups = kv_cache_config.kv_cache_groups
-    found = [(index, group) for index, group in enumerate(all_groups) if not is_skipped(group, kind_of)]
-    groups = tuple(_group(vllm_config, index, group, kind_of, context) for index, group in found)
+    found = _offloaded(kv_cache_config, kind_of)
+    groups = tuple(_group(vllm_config, index, group, kind_of, context) for index, group in found.items())
     world_size = int(parallel.world_size)
     engine = EngineConfig(
         block_sizes=tuple(group.gpu_block_size for group in groups),
@@ -217,27 +86,47 @@ def read_geometry(
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
-    alike = _all_ranks_alike(vllm_config, kv_cache_config, world_size, context)
+    stages = stages or (kv_cache_config,)
+    stage_ranks = world_size // len(stages)
+    alike = _all_ranks_alike(vllm_config, kv_cache_config, stage_ranks, context)
     heads = head_shard(vllm_config, kv_cache_config, groups, alike) if canonical else None
-    segments = heads.shards if heads is not None else 1 if alike else world_size
+    segments = heads.shards if heads is not None else 1 if alike else stage_ranks
     factor = blocks_per_chunk(vllm_config.kv_transfer_config.kv_connector_extra_config, engine.block_sizes)
-    places, strides = _places(kv_cache_config), _strides(kv_cache_config)
-    pages = [_pages(group, places, strides) for _, group in found]
-    blocks = tuple(sum(sizes.values()) for sizes in pages)
+    theirs = [_offloaded(stage, kind_of) for stage in stages]
+    if any(each.keys() != found.keys() for each in theirs):
+        raise ConfigError("the pipeline stages have different KV-cache groups; use tensor parallelism")
+    parts = [[_part(stage, each[index]) for stage, each in zip(stages, theirs, strict=True)] for index in found]
     return Geometry(
         engine=engine,
-        group_bytes=tuple(size * factor * segments for size in blocks),
+        group_bytes=tuple(sum(sum(part.pages) for part in group) * factor * segments for group in parts),
         block_size_factor=factor,
-        copies=world_size // segments,
+        stage_bytes=tuple(tuple(sum(part.pages) for part in stage) for stage in zip(*parts, strict=True)),
+        copies=stage_ranks // segments,
         heads=heads,
         rank=int(parallel.rank),
         replica=_replica(parallel, engine.engine_id),
+        layer_names=tuple(layer for group in parts for part in group for layer in part.group.layer_names),
         group_texts=tuple(
-            _text(group, theirs, sizes, 1 if heads is None else segments) + _state_text(vllm_config, group, theirs)
-            for group, (_, theirs), sizes in zip(groups, found, pages, strict=True)
+            _text(vllm_config, group, stages_of_group, None if heads is None else segments)
+            for group, stages_of_group in zip(groups, parts, strict=True)
         ),
         kv_dtype=_kv_dtype(vllm_config),
     )
+
+
+class _Part(NamedTuple):
+    """The part of a KV-cache group on one rank of a pipeline stage."""
+
+    group: Any
+    """vLLM's object for it."""
+    pages: list[int]
+    """Size of each page of a block in bytes, without padding as far as it is known."""
+
+
+def _offloaded(kv_cache_config: Any, kind_of: Callable[[Any], str]) -> dict[int, Any]:
+    """Return the groups that are offloaded, by their index."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {index: group for index, group in groups if not is_skipped(group, kind_of)}
 
 
 def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> tuple[EngineConfig, KVCacheConfig]:
@@ -257,7 +146,9 @@ def simple_cache(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> 
 def cache_bytes(kv_cache_config: Any, geometry: Geometry) -> int:
     """Return the bytes of the KV caches of all workers; equal copies count once."""
     own = sum(tensor.size for tensor in _tensors(kv_cache_config))
-    return own * (geometry.engine.world_size // geometry.copies)
+    first, *others = map(sum, geometry.stage_bytes)
+    shards = geometry.engine.world_size // len(geometry.stage_bytes) // geometry.copies
+    return own * shards * (first + sum(others)) // first
 
 
 def _tensors(kv_cache_config: Any) -> tuple[KVCacheTensor, ...]:
@@ -279,7 +170,7 @@ def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def _keeps_state(group: Any) -> bool:
-    return hasattr(_first(group.kv_cache_spec), "mamba_cache_mode")
+    return hasattr(first_spec(group.kv_cache_spec), "mamba_cache_mode")
 
 
 def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed: str) -> KVLayout:
@@ -301,7 +192,7 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
     )
     return KVLayout(
         kv_dtype=geometry.kv_dtype,
-        layer_names=tuple(name for group in geometry.engine.groups for name in group.layer_names),
+        layer_names=geometry.layer_names,
         groups=geometry.group_texts,
         gpu_block_size=geometry.engine.block_sizes,
         block_size_factor=geometry.block_size_factor,
@@ -314,14 +205,14 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
     )
 
 
-def _first(spec: Any) -> Any:
+def first_spec(spec: Any) -> Any:
     """Return the spec of a group's first layer."""
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
 
 def _group(vllm_config: Any, index: int, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:
     spec, kind = group.kv_cache_spec, kind_of(group.kv_cache_spec)
-    first = _first(spec)
+    first = first_spec(spec)
     # Full attention may name a window too (hybrid manager off); vLLM then keeps all blocks of the group.
     window = int(first.sliding_window) if "sliding" in kind else None
     if kind == "chunked_local_attention":
@@ -393,14 +284,15 @@ def _strides(kv_cache_config: Any) -> dict[str, tuple[int, int]]:
     return strides
 
 
-def _pages(group: Any, places: dict[str, tuple[int, int]], strides: dict[str, tuple[int, int]]) -> dict[object, int]:
-    """Return the size of each page of a block, without padding as far as it is known.
+def _part(kv_cache_config: Any, group: Any) -> _Part:
+    """Return the part of a KV-cache group that one rank of a stage holds.
 
     Workers know the spec of each layer; the scheduler's copy of the configuration has the first layer's only. Both must
     come to the same sizes, so they use only that spec and the strides, which differ between layers if the pages do. A
     worker whose pages have other sizes is refused later (:meth:`tiering.spec.TieringOffloadingSpec.get_handlers`).
     """
-    spec = _first(group.kv_cache_spec)
+    places, strides = _places(kv_cache_config), _strides(kv_cache_config)
+    spec = first_spec(group.kv_cache_spec)
     size, padded = _page_bytes(spec), getattr(spec, "page_size_bytes", None)
     # A layer without a place of its own reads another layer's KV.
     layers = [layer for layer in group.layer_names if not places or layer in places]
@@ -410,7 +302,7 @@ def _pages(group: Any, places: dict[str, tuple[int, int]], strides: dict[str, tu
         place: object = places.get(layer, layer)
         stride = min(strides.get(layer, (0, 0)))
         pages[place] = max(pages.get(place, 0), stride if mixed and stride != padded else size)
-    return pages
+    return _Part(group, list(pages.values()))
 
 
 def _page_bytes(spec: Any) -> int:
@@ -421,13 +313,14 @@ def _page_bytes(spec: Any) -> int:
     raise ConfigError("the size of the pages of the KV cache is not known")
 
 
-def _all_ranks_alike(vllm_config: Any, kv_cache_config: Any, world_size: int, context: int) -> bool:
+def _all_ranks_alike(vllm_config: Any, kv_cache_config: Any, stage_ranks: int, context: int) -> bool:
+    """Return True if all ranks of a pipeline stage hold the same KV."""
     states = filter(_keeps_state, kv_cache_config.kv_cache_groups)
-    if not all(getattr(_first(group.kv_cache_spec), "tp_replicated", False) for group in states):
+    if not all(getattr(first_spec(group.kv_cache_spec), "tp_replicated", False) for group in states):
         return False  # each rank has its own part of a state, even where all have the same latent KV
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is not None:
-        return context == 1 and int(replicas) == world_size
+        return context == 1 and int(replicas) == stage_ranks
     return context == 1 and bool(vllm_config.model_config.use_mla)
 
 
@@ -436,15 +329,16 @@ def _kv_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype if dtype == "auto" else dtype).removeprefix("torch.")
 
 
-def _text(group: KVCacheGroup, found: Any, pages: dict[object, int], ranks: int) -> str:
+def _text(vllm_config: Any, group: KVCacheGroup, parts: Sequence[_Part], shards: int | None) -> str:
     """Return a description of a group, in words that the scheduler's copy of the configuration has too.
 
     Args:
+        vllm_config: vLLM's configuration.
         group: the group.
-        found: vLLM's object for it.
-        pages: size of each page of a block.
-        ranks: number of ranks whose heads are described together.
+        parts: its part of each pipeline stage.
+        shards: number of ranks of a stage whose heads are described together; None: rows hold ranks side by side.
     """
+    found, ranks = next(part.group for part in parts if part.group.layer_names), shards or 1
     words = (
         "num_kv_heads",
         "head_size",
@@ -454,21 +348,25 @@ def _text(group: KVCacheGroup, found: Any, pages: dict[object, int], ranks: int)
         "tokens_per_state",
         "cache_dtype_str",
     )
-    first = _first(found.kv_cache_spec)
+    first = first_spec(found.kv_cache_spec)
     values = {word: value for word in words if (value := getattr(first, word, None)) is not None}
     if ranks > 1:
         values["num_kv_heads"] *= ranks
     geometry = ", ".join(f"{word} {value}" for word, value in values.items())
-    sizes = [size * ranks for size in pages.values()]
+    sizes = [size * ranks for part in parts for size in part.pages]
     several = f", pages of {sizes} bytes" if len(set(sizes)) > 1 else ""
-    return f"{group.kind}, window {group.sliding_window}, {len(group.layer_names)} layers, {geometry}{several}"
+    layers = [len(part.group.layer_names) for part in parts]
+    # In canonical rows, no byte depends on the stages.
+    split = f", by stage {layers}" if len(parts) > 1 and shards is None else ""
+    described = f"{group.kind}, window {group.sliding_window}, {sum(layers)} layers, {geometry}{several}{split}"
+    return described + _state_text(vllm_config, group, found)
 
 
 def _state_text(vllm_config: Any, group: KVCacheGroup, found: Any) -> str:
     """Return what distinguishes the states of a group, for the namespace; empty for other kinds."""
     if group.kind != "mamba":
         return ""
-    first, cache = _first(found.kv_cache_spec), vllm_config.cache_config
+    first, cache = first_spec(found.kv_cache_spec), vllm_config.cache_config
     words = ("shapes", "dtypes", "mamba_type", "mamba_cache_mode", "tp_replicated")
     settings = ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
     texts = [f"{word} {getattr(first, word, None)}" for word in words]

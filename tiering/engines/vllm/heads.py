@@ -30,7 +30,8 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
         ConfigError: rows cannot hold the heads of all ranks in order; the message has the reason.
     """
     parallel = vllm_config.parallel_config
-    ranks, total = int(parallel.world_size), int(vllm_config.model_config.get_total_num_kv_heads())
+    workers, ranks = int(parallel.world_size), int(parallel.tensor_parallel_size)
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
     latent = bool(vllm_config.model_config.use_mla)
     if latent:
         total = 1
@@ -38,8 +39,8 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
     order = str(next(filter(None, named), None))
     if int(getattr(parallel, "decode_context_parallel_size", 1)) > 1:
         raise _refusal("with decode context parallelism, a rank holds tokens and not heads")
-    if ranks != int(parallel.tensor_parallel_size):
-        raise _refusal(f"the {ranks} workers are not those of tensor parallelism alone")
+    if workers != ranks * int(parallel.pipeline_parallel_size):
+        raise _refusal(f"the {workers} workers are not those of tensor and pipeline parallelism alone")
     if latent and not alike:
         raise _refusal("not all workers hold the whole latent KV")
     if total < 1 or (total % ranks and ranks % total):
@@ -49,7 +50,7 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
     heads, copies = max(1, total // ranks), max(1, ranks // total)
     for group in groups:
         spec = kv_cache_config.kv_cache_groups[group.engine_idx].kv_cache_spec
-        name = f"the KV-cache group with {group.layer_names[0]}"
+        name = f"the KV-cache group with {', '.join(group.layer_names[:1]) or 'layers of other stages'}"
         if group.kind not in ((_LATENT,) if latent else _KINDS):
             raise _refusal(f"{name} is of the kind {group.kind}, which has no KV heads")
         for layer in spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else (spec,):
@@ -61,7 +62,8 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
                 raise _refusal(f"{name} has pages in a form of their own, such as scales beside each head")
     if copies > 1 and not latent and getattr(vllm_config, "speculative_config", None) is not None:
         raise _refusal(f"{total} KV heads are fewer than the {ranks} workers, and the drafts' heads may be others")
-    return HeadShard(heads, order.index("H") < order.index("N"), int(parallel.rank) // copies, ranks // copies)
+    shard = int(parallel.rank) % ranks // copies
+    return HeadShard(heads, order.index("H") < order.index("N"), shard, ranks // copies)
 
 
 def check_copies(model: Any, shards: int) -> None:

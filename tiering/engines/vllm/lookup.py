@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from tiering.engines.vllm.geometry import check_parallel, check_role
+from tiering.engines.vllm.refusals import check_one_stage, check_parallel, check_role
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.selection import simple_options
 from tiering.spec import read_stack
@@ -75,6 +75,9 @@ class LookupCheck:
         try:
             check_role(configs[0])
             simple = simple_options(extra)
+            if simple is not None:
+                for parallel in _parallel_configs(caller):
+                    check_one_stage(parallel)
             if (read_stack(extra) if simple is None else simple).events:
                 raise ConfigError(
                     "events: has no effect in vLLM, which publishes events if --kv-events-config says so; leave it out"

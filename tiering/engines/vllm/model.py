@@ -6,6 +6,7 @@ The functions import vLLM when they are called.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from tiering.api.namespace import ModelIdentity
@@ -20,22 +21,24 @@ def kind_of(spec: Any) -> str:
     return str(get_kv_cache_spec_kind(spec).value)
 
 
-def geometry_of(vllm_config: Any, kv_cache_config: Any, canonical: bool = False) -> Geometry:
+def geometry_of(
+    vllm_config: Any, kv_cache_config: Any, canonical: bool = False, stages: Sequence[Any] = ()
+) -> Geometry:
     """Return the shape of vLLM's KV cache.
 
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's KV-cache configuration.
         canonical: True if rows hold the heads of all ranks in order; default: False.
+        stages: vLLM's KV-cache configuration of each pipeline stage; default: there is one stage.
 
     Raises:
-        ConfigError: the page size of a layer is unknown, the size of offloaded blocks is invalid, or there are no
-            canonical rows for the model.
+        ConfigError: as :func:`~tiering.engines.vllm.geometry.read_geometry`.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return read_geometry(vllm_config, kv_cache_config, kind_of, int(hash_block_size), canonical)
+    return read_geometry(vllm_config, kv_cache_config, kind_of, int(hash_block_size), canonical, stages)
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> ModelIdentity:

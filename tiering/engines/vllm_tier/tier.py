@@ -294,6 +294,9 @@ def _identified(spec: Any, row_bytes: int, caller: FrameType | None) -> Identifi
     if vllm_config is None or kv_cache_config is None:
         reason = "vLLM's configuration is not found, so the model's weights are not known"
         return unidentified(str(config.engine_id), described, reason)
+    if int(getattr(config.parallel, "pp_size", 1)) > 1:
+        reason = "with pipeline parallelism, vLLM's scheduler sees the layers of the first stage only"
+        return unidentified(str(config.engine_id), described, reason)
     try:
         geometry = geometry_of(vllm_config, kv_cache_config)
         model = model_identity(vllm_config, kv_cache_config, geometry)

@@ -1,0 +1,114 @@
+"""Pipeline stages in the real server: hits, restarts, other splits, and swapped stages.
+
+vLLM's CPU build answers requests with :mod:`tests.vllm.second_stage` only. Tokens and logprobs are those of an engine
+with one stage and without cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.models import write_gemma, write_granite, write_llama
+from tests.vllm.rig import BLOCK_BYTES, answers_without_tiers, engine, whole_blocks, wrong
+from tests.vllm.server import Server, until
+from tests.vllm.test_canonical_rows import FIRST, SECOND, step, stored, workers
+from tests.vllm.test_states import OPTIONS
+
+pytestmark = pytest.mark.slow
+
+STAGES = ("--pipeline-parallel-size", "2", "--worker-extension-cls", "tests.vllm.second_stage.SecondStage")
+BLOCKS = whole_blocks(FIRST)
+
+
+def stack(path: Path, layout: str = "plain") -> dict[str, Any]:
+    local = {"type": "local", "path": str(path / "disk"), "capacity": "64MiB"}
+    return {"primary": {"capacity": "64MiB"}, "secondary": [local], "layout": layout}
+
+
+def loaded(server: Server) -> float:
+    step(server)
+    return server.loaded()
+
+
+def test_stages_find_their_own_blocks_again_and_no_other_split_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_llama(tmp_path / "llama", layers=4)
+    expected, all_bytes = answers_without_tiers(model, FIRST), BLOCKS * BLOCK_BYTES // 3 * 4
+    with workers(model, tmp_path, 2, *STAGES, tensor=1, words=stack(tmp_path)) as two:
+        assert wrong(two.ask(FIRST), expected) == []
+        until(lambda: stored(two) >= BLOCKS, 60, "the stores of two stages")
+        two.evict()
+        assert wrong(two.ask(FIRST), expected) == []
+        assert loaded(two) == all_bytes
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    with workers(model, tmp_path, 2, *STAGES, tensor=1, words=stack(tmp_path)) as uneven:
+        assert wrong(uneven.ask(FIRST), expected) == []
+        assert loaded(uneven) == 0
+        until(lambda: stored(uneven) >= BLOCKS, 60, "the stores of uneven stages")
+        uneven.evict()
+        assert wrong(uneven.ask(FIRST), expected) == []
+        assert loaded(uneven) == all_bytes
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,2")
+    swapped = tmp_path / "swapped"
+    monkeypatch.setenv("KV_TEST_SWAPPED_STAGES", str(swapped))
+    with workers(model, tmp_path, 2, *STAGES, tensor=1, words=stack(tmp_path)) as two:
+        assert wrong(two.ask(FIRST), expected) == []
+        assert loaded(two) == all_bytes, "the blocks of before the restart"
+        two.evict()
+        swapped.touch()
+        answers = two.ask(FIRST, kv_transfer_params={"kv_tiering": {"store": False}})
+        assert loaded(two) == 2 * all_bytes
+        assert wrong(answers, expected) == [0, 1, 2], "negative control: the other stage's layers"
+
+
+def test_canonical_blocks_are_shared_by_one_stage_and_by_two_stages_of_two_workers(llama: Path, tmp_path: Path) -> None:
+    first, second = answers_without_tiers(llama, FIRST), answers_without_tiers(llama, SECOND)
+    words = stack(tmp_path, "canonical")
+    with engine(llama, words) as one:
+        assert wrong(one.ask(FIRST), first) == []
+        one.settle()
+    with workers(llama, tmp_path, 4, *STAGES, tensor=2, words=words) as four:
+        assert wrong(four.ask(FIRST), first) == []
+        assert loaded(four) == BLOCKS * BLOCK_BYTES
+        before = stored(four)
+        assert wrong(four.ask(SECOND), second) == []
+        until(lambda: stored(four) >= before + BLOCKS, 60, "the stores of four workers")
+    with engine(llama, words) as one:
+        answers, found = one.loaded(lambda: one.ask(SECOND))
+        assert wrong(answers, second) == []
+        assert found == BLOCKS * BLOCK_BYTES
+
+
+GROUPS: dict[str, tuple[Callable[[Path], Path], str, dict[str, Any]]] = {
+    "a window beside full attention": (write_gemma, "1,3", {"num_gpu_blocks_override": 80}),
+    "a stage without attention, beside states": (write_granite, "1,2", OPTIONS),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_that_a_stage_has_few_or_no_layers_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write, split, options = GROUPS[name]
+    model = write(tmp_path / "model")
+    computed = {**options, "max_num_batched_tokens": 640}
+    computed.pop("enable_prefix_caching", None)
+    expected = answers_without_tiers(model, FIRST, **computed)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
+    flags = [f"--{word.replace('_', '-')}={value}" for word, value in options.items() if value is not True]
+    words = stack(tmp_path)
+    with workers(model, tmp_path, 2, *STAGES, "--enable-prefix-caching", *flags, tensor=1, words=words) as two:
+        assert wrong(two.ask(FIRST), expected) == []
+        until(lambda: stored(two) > 0 and two.metric("kv_tiering_jobs_in_flight") == 0, 60, "the stores")
+        two.evict()
+        assert wrong(two.ask(FIRST), expected) == []
+        from_cpu = loaded(two)
+        assert from_cpu > 0
+    with workers(model, tmp_path, 2, *STAGES, "--enable-prefix-caching", *flags, tensor=1, words=words) as two:
+        assert wrong(two.ask(FIRST), expected) == []
+        assert loaded(two) == from_cpu

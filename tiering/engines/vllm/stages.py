@@ -1,0 +1,103 @@
+"""The KV-cache configurations of all pipeline stages.
+
+vLLM gives each worker the configuration of its own stage, and the scheduler that of the first one. The workers exchange
+theirs while vLLM builds their connectors, which it does in all of them together. The scheduler's connector is built
+after them, and takes the configurations from the workers through vLLM's executor. No configuration is exchanged if
+there is one stage.
+
+The functions import vLLM and torch when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from tiering.errors import ConfigError
+
+_DEPTH = 12
+"""Number of callers whose local variables are examined."""
+
+
+def stages_of_worker(kv_cache_config: Any, parallel: Any) -> tuple[Any, ...]:
+    """Return the configuration of each stage. All workers must call this function together.
+
+    Args:
+        kv_cache_config: the configuration of this worker's stage.
+        parallel: vLLM's configuration of parallelism.
+
+    Raises:
+        ConfigError: the workers are not numbered stage by stage, or a stage has no layers with KV.
+    """
+    stages = int(parallel.pipeline_parallel_size)
+    if stages == 1:
+        return (kv_cache_config,)
+    import torch
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, (int(parallel.rank), kv_cache_config), group=group.cpu_group)
+    ranks, configs = zip(*found, strict=True)
+    if [rank * stages // int(parallel.world_size) for rank in ranks] != list(range(stages)):
+        raise ConfigError(
+            f"pipeline parallelism: the ranks {ranks} of {parallel.world_size} are one worker of each of {stages} "
+            "stages, so they are not numbered stage by stage; use tensor parallelism"
+        )
+    return _checked(configs)
+
+
+def stages_of_engine(
+    kv_cache_config: Any, parallel: Any, caller: FrameType | None, of_worker: Callable[..., Any], engine_id: str
+) -> tuple[Any, ...]:
+    """Return the configuration of each stage, as the workers have exchanged them.
+
+    Args:
+        kv_cache_config: the configuration of the first stage.
+        parallel: vLLM's configuration of parallelism.
+        caller: the stack frame that builds the scheduler's connector.
+        of_worker: function of a module that returns the configurations in a worker, from the worker and ``engine_id``.
+        engine_id: id of the engine.
+
+    Raises:
+        ConfigError: vLLM's executor is not found, or the workers do not agree.
+    """
+    if int(parallel.pipeline_parallel_size) == 1:
+        return (kv_cache_config,)
+    executor = _executor_of(caller)
+    if executor is None:
+        raise ConfigError(
+            "pipeline parallelism: vLLM's executor is not found among the callers, so the layers of the later stages "
+            "are not known; use tensor parallelism"
+        )
+    first, *others = executor.collective_rpc(of_worker, args=(engine_id,))
+    if any(other != first for other in others):
+        raise ConfigError("the workers report different KV-cache configurations of the pipeline stages")
+    return tuple(first)
+
+
+def _executor_of(frame: FrameType | None) -> Any:
+    """Return vLLM's executor among the callers; None: there is none. vLLM gives a connector no other access to it."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            break
+        executor = getattr(frame.f_locals.get("self"), "model_executor", None)
+        if callable(getattr(executor, "collective_rpc", None)):
+            return executor
+        frame = frame.f_back
+    return None
+
+
+def _checked(configs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``configs``.
+
+    Raises:
+        ConfigError: a stage has no layers with KV.
+    """
+    for stage, config in enumerate(configs):
+        if not any(group.layer_names for group in config.kv_cache_groups):
+            raise ConfigError(
+                f"pipeline stage {stage} has no layer with KV; set VLLM_PP_LAYER_PARTITION so that each stage has one"
+            )
+    return configs
