@@ -225,11 +225,11 @@ def test_canonical_rows_do_not_depend_on_the_split(ranks: int, factor: int) -> N
         found.add(rows.tobytes())
     assert len(found) == 1
     for other in (1, 2, 4):
-        for split in SPLITS:
+        for split in SPLITS[1:3]:
+            expected = Model(sizes, [split], other, factor, canonical=True, seed=1)
             for worker in Model(sizes, [split], other, factor, canonical=True, seed=2).workers():
                 worker.move(rows, Direction.LOAD, read, [1], device=False)
                 for (group, layer), kv in worker.kv.items():
-                    expected = Model(sizes, [split], other, factor, canonical=True, seed=1)
                     assert torch.equal(kv[read[0]], expected.part(group, layer, worker.rank)[written[0]])
 
 

@@ -40,6 +40,7 @@ try:
     from vllm.v1.core import kv_cache_planning as planning
 except ImportError:  # vLLM before 0.33
     from vllm.v1.core import kv_cache_utils as planning
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheLayout, get_kv_cache_spec_kind
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -80,11 +81,7 @@ class Engine:
         described = copy.copy(self.model.config)
         described.parallel_config = copy.copy(described.parallel_config)
         described.parallel_config.rank = rank
-        own = (
-            planning.generate_scheduler_kv_cache_config(self.configs)
-            if of_scheduler
-            else self.configs[rank // self.ranks]
-        )
+        own = generate_scheduler_kv_cache_config(self.configs) if of_scheduler else self.configs[rank // self.ranks]
         kind_of = lambda spec: str(get_kv_cache_spec_kind(spec).value)  # noqa: E731
         return read_geometry(described, own, kind_of, 16, self.canonical, self.configs)
 
