@@ -6,17 +6,15 @@ with one stage and without cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_gemma, write_granite, write_llama
+from tests.vllm.models import write_gemma, write_llama
 from tests.vllm.rig import BLOCK_BYTES, answers_without_tiers, engine, whole_blocks, wrong
 from tests.vllm.server import Server, until
 from tests.vllm.test_canonical_rows import FIRST, SECOND, step, stored, workers
-from tests.vllm.test_states import OPTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -84,31 +82,21 @@ def test_canonical_blocks_are_shared_by_one_stage_and_by_two_stages_of_two_worke
         assert found == BLOCKS * BLOCK_BYTES
 
 
-GROUPS: dict[str, tuple[Callable[[Path], Path], str, dict[str, Any]]] = {
-    "a window beside full attention": (write_gemma, "1,3", {"num_gpu_blocks_override": 80}),
-    "a stage without attention, beside states": (write_granite, "1,2", OPTIONS),
-}
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_groups_that_a_stage_has_few_or_no_layers_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_windows_beside_full_attention_with_few_layers_of_each_on_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, split, options = GROUPS[name]
-    model = write(tmp_path / "model")
-    computed = {**options, "max_num_batched_tokens": 640}
-    computed.pop("enable_prefix_caching", None)
-    expected = answers_without_tiers(model, FIRST, **computed)
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
-    flags = [f"--{word.replace('_', '-')}={value}" for word, value in options.items() if value is not True]
-    words = stack(tmp_path)
-    with workers(model, tmp_path, 2, *STAGES, "--enable-prefix-caching", *flags, tensor=1, words=words) as two:
+    """The first stage has one layer, with a window, and no layer of the group with full attention."""
+    model, words = write_gemma(tmp_path / "model"), stack(tmp_path)
+    expected = answers_without_tiers(model, FIRST, num_gpu_blocks_override=80)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    options = (*STAGES, "--num-gpu-blocks-override", "80")
+    with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
         assert wrong(two.ask(FIRST), expected) == []
         until(lambda: stored(two) > 0 and two.metric("kv_tiering_jobs_in_flight") == 0, 60, "the stores")
         two.evict()
         assert wrong(two.ask(FIRST), expected) == []
         from_cpu = loaded(two)
         assert from_cpu > 0
-    with workers(model, tmp_path, 2, *STAGES, "--enable-prefix-caching", *flags, tensor=1, words=words) as two:
+    with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
         assert wrong(two.ask(FIRST), expected) == []
         assert loaded(two) == from_cpu
