@@ -264,11 +264,11 @@ def canonical_rows(machine: Machine) -> str:
 
 def start(machine: Machine) -> str:
     """Prepare a large CPU tier while the device works and captures graphs, and use it then."""
-    gib, row = machine.sized(64), 1 << 20
+    gib, row = 64 if machine.is_gpu else 0.0625, 1 << 20
     cache = layered(machine, 64, row // 4, 4)
     layout = RowLayout.of(cache)
     began = time.perf_counter()
-    region = SharedRegion.create((gib << 30) // row, row, in_background=True)
+    region = SharedRegion.create(int(gib * (1 << 30)) // row, row, in_background=True)
     pinned = PinnedRows(region.array, machine.api, preparation=region.preparation if region.in_background else None)
     store, load = (
         CudaCopyHandler(

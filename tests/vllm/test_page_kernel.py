@@ -66,3 +66,34 @@ def test_the_kernel_moves_what_the_fake_of_it_moves(kernel: PageKernel, make: st
             for tensors in ([part.tensor for part in cache.tensors], before)
         )
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [*kv.LAYOUTS, "long", "short", "odd"])
+def test_the_same_straight_to_rows_and_back(kernel: PageKernel, make: str) -> None:
+    cache = random_cache(make)
+    group = DeviceGroup.of(cache, RowLayout.of(cache), 0)
+    blocks, order = torch.randperm(kv.NUM_BLOCKS)[:3].to(DEVICE), [2, 0, 1]
+    stride = -(-group.block_bytes // 4096) * 4096
+    rows, expected = (torch.full((4, stride), 7, dtype=torch.uint8, pin_memory=DEVICE == "cuda") for _ in range(2))
+    targets = [
+        torch.tensor([part.data_ptr() + row * stride for row in order], device=DEVICE) for part in (rows, expected)
+    ]
+    kernel(group, blocks, targets[0], store=True, direct=True)
+    if DEVICE == "cpu":
+        fake = FakeCuda()
+        fake.runtime.registered[expected.data_ptr()] = expected.nbytes
+        fake.kernel(group, blocks, targets[1], store=True, direct=True)
+        assert torch.equal(rows, expected)
+    else:
+        torch.cuda.synchronize()
+    assert bool((rows[3] == 7).all())
+    before = [part.tensor.clone() for part in cache.tensors]
+    for part in cache.tensors:
+        part.tensor[blocks] = 0
+    kernel(group, blocks, targets[0], store=False, direct=True)
+    for ref in cache.group_data_refs[0]:
+        ours, theirs = (
+            tensors[ref.tensor_idx][:, : ref.page_size_bytes]
+            for tensors in ([part.tensor for part in cache.tensors], before)
+        )
+        assert torch.equal(ours, theirs)
