@@ -134,7 +134,7 @@ def _gets(made: list[Any], stack: Stack) -> int:
 
 
 def _load_together(made: list[Any], blocks: list[list[OffloadKey]]) -> None:
-    """Let all engines look all prompts up at once, and again after a late answer, until each has each block."""
+    """Let all engines look all prompts up at once, and again until each has each block."""
     numbers = itertools.count()
 
     def asked(manager: Any, keys: list[OffloadKey]) -> tuple[Any, list[OffloadKey], ReqContext]:

@@ -238,7 +238,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Rows of the CPU tier",
             {
                 word: f"sum(kv_tiering_rows_{word}{{{_ENGINE}}})"
-                for word in ("free", "evictable", "reserved", "quarantined")
+                for word in ("free", "evictable", "reserved", "quarantined", "unprepared")
             },
             "No free and no evictable rows: stores find no room.",
         ),

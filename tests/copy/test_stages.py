@@ -213,7 +213,7 @@ SPLITS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 2], [0, 1, 2, 3]]
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_canonical_rows_do_not_depend_on_the_split(ranks: int, factor: int) -> None:
-    """What one split has stored any other one loads."""
+    """Blocks that one split has stored are loaded by any other one."""
     sizes, written, read = [[128, 256, 128, 128]], [[5, 2][:factor]], [[7, 9][:factor]]
     writers = [Model(sizes, [split], ranks, factor, canonical=True, seed=1) for split in SPLITS]
     found = set()

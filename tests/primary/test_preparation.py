@@ -1,4 +1,4 @@
-"""Rows whose memory is prepared beside the engine's start: states, failures, and what nobody may do before."""
+"""Rows whose memory is prepared beside the engine's start: states, failures, and the time before."""
 
 from __future__ import annotations
 

@@ -288,6 +288,7 @@ def test_work_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
 STARTERS = {
     "tiering/runtime/pool.py": "a pool, without a wait for its threads",
     "tiering/primary/memory/prefault.py": "the start of an engine",
+    "tiering/primary/memory/preparation.py": "the start of an engine, whose first steps the thread may outlast",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
     "tiering/engines/vllm/weights.py": "the start of an engine",
     "tiering/engines/lmcache/lanes.py": "the start of an adapter of LMCache; the threads end with it",

@@ -1,4 +1,4 @@
-"""A place for the first pipeline stage's result, which vLLM's CPU build lacks; imported by each worker.
+"""A place for the first pipeline stage's result, which vLLM's CPU build lacks.
 
 vLLM's runner for GPUs makes this place in a run with dummy tokens, which the CPU build leaves out: without it, the
 second stage ends in an assertion at the first request, with or without a connector.

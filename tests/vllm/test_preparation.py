@@ -1,4 +1,4 @@
-"""A CPU tier whose memory is prepared beside the start of the real engine, in its scheduler and in its worker."""
+"""A CPU tier whose memory is prepared beside the start of the real engine."""
 
 from __future__ import annotations
 

@@ -53,9 +53,10 @@ def maps_registered_memory(device: torch.device, load: Callable[[str], Any] = ct
 
 
 def find_relaxation(load: Callable[[str], Any] = ctypes.CDLL) -> Callable[[], None] | None:
-    """Return what lets the calling thread register memory while another thread captures a graph; None if nothing does.
+    """Return a function that lets its thread register memory while another thread captures a graph.
 
-    Without it, a registration fails in the course of a capture, and the capture too.
+    Without its call, a registration fails in the course of a capture, and the capture too. None: the driver has no such
+    function.
 
     Args:
         load: loads a shared library by name.

@@ -17,7 +17,7 @@ _TILE = tl.constexpr(1024)
 _TILES = tl.constexpr(4)
 """Tiles of a page that one program moves, one after the other."""
 _BUS_WORDS = 32 << 10
-"""Words that programs move across the bus at once: they fill it, and leave most processors to the engine."""
+"""Words that cross the bus at once: they fill it, and leave most processors to the engine."""
 
 
 def move_pages(

@@ -1,4 +1,4 @@
-"""One secondary tier, as the manager treats it, and the check of what the tier declares."""
+"""One secondary tier, as the manager treats it, and the check of the tier's declarations."""
 
 from __future__ import annotations
 

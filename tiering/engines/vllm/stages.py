@@ -78,7 +78,7 @@ def stages_of_engine(
 
 
 def _executor_of(frame: FrameType | None) -> Any:
-    """Return vLLM's executor among the callers; None: there is none. vLLM gives a connector no other access to it."""
+    """Return vLLM's executor among the callers, or None; vLLM gives a connector no other access."""
     for _ in range(_DEPTH):
         if frame is None:
             break

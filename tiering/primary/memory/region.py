@@ -471,7 +471,7 @@ def _agree(fd: int, num_rows: int, stride: int, sides: int, path: Path) -> None:
 
 
 def _take_slot(fd: int, sides: int, path: Path, *, marked: bool) -> tuple[int, bool]:
-    """Lock one of the slots for as long as ``fd`` is open; return its number, and True if all sides hold one now.
+    """Lock a slot for as long as ``fd`` is open; return its number, and True if all sides hold one.
 
     The caller holds the header's lock. The first slot is for a side without a mark: the sides with marks of two engines
     with one name, which start at the same time, would otherwise count as all sides of one.
