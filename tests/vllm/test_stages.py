@@ -64,18 +64,20 @@ def test_stages_find_their_own_blocks_again_and_no_other_split_does(
         assert wrong(answers, expected) == [0, 1, 2], "negative control: the other stage's layers"
 
 
-def test_canonical_blocks_are_shared_by_one_stage_and_by_two_stages_of_two_workers(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_canonical_blocks_are_shared_by_one_stage_and_by_two(llama: Path, tmp_path: Path, tensor: int) -> None:
+    """The two stages have one or two workers each."""
     first, second = answers_without_tiers(llama, FIRST), answers_without_tiers(llama, SECOND)
     words = stack(tmp_path, "canonical")
     with engine(llama, words) as one:
         assert wrong(one.ask(FIRST), first) == []
         one.settle()
-    with workers(llama, tmp_path, 4, *STAGES, tensor=2, words=words) as four:
-        assert wrong(four.ask(FIRST), first) == []
-        assert loaded(four) == BLOCKS * BLOCK_BYTES
-        before = stored(four)
-        assert wrong(four.ask(SECOND), second) == []
-        until(lambda: stored(four) >= before + BLOCKS, 60, "the stores of four workers")
+    with workers(llama, tmp_path, 2 * tensor, *STAGES, tensor=tensor, words=words) as two:
+        assert wrong(two.ask(FIRST), first) == []
+        assert loaded(two) == BLOCKS * BLOCK_BYTES
+        before = stored(two)
+        assert wrong(two.ask(SECOND), second) == []
+        until(lambda: stored(two) >= before + BLOCKS, 60, "the stores of all workers")
     with engine(llama, words) as one:
         answers, found = one.loaded(lambda: one.ask(SECOND))
         assert wrong(answers, second) == []
