@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
 from tiering.engines.mailbox import IDLE_SLEEP, PART_BYTES, ROOM_PATIENCE, ManagerMailbox
 from tiering.manager.manager import TieringOffloadingManager
@@ -159,6 +160,7 @@ class BlockExchange(ManagerMailbox):
         window: largest number of rows that one call holds or waits for; a longer load comes in parts.
         deadline: longest duration of a call in seconds.
         patience: seconds for which :meth:`stop` waits for the thread.
+        on_events: takes the manager's events, on the thread; default: they are not read.
         clock: monotonic clock in seconds.
     """
 
@@ -171,9 +173,10 @@ class BlockExchange(ManagerMailbox):
         window: int,
         deadline: float,
         patience: float,
+        on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(manager, engine, logger, patience=patience + LENT_SECONDS, clock=clock)
+        super().__init__(manager, engine, logger, patience=patience + LENT_SECONDS, on_events=on_events, clock=clock)
         self.manager = manager
         """The manager; only this object's thread uses it."""
         self.now = clock
@@ -233,6 +236,10 @@ class BlockExchange(ManagerMailbox):
     def reset(self) -> None:
         """Make all older blocks foreign to this process, before any later call; returns at once."""
         self._mailbox.put((self._reset, ()))
+
+    def stop(self) -> None:
+        super().stop()
+        self._logger.info("closed after %d calls that reached their deadline", self.timeouts)
 
     def _start(self, keys: Sequence[OffloadKey]) -> tuple[ReqContext, Sequence[OffloadKey], float]:
         return ReqContext(f"call {next(self._names)}"), tuple(keys), self._clock()

@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+from tiering.api.manager import OffloadingEvent
 from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.manager.manager import TieringOffloadingManager
@@ -32,6 +33,9 @@ IDLE_SLEEP = 0.5
 STATS_SECONDS = 1.0
 """Shortest time in seconds between two readings of the statistics."""
 
+JOIN_SECONDS = 5.0
+"""Seconds beyond the stack's ``shutdown_deadline`` for which a stop waits."""
+
 
 class ManagerMailbox(ABC):
     """The thread with the manager.
@@ -43,6 +47,7 @@ class ManagerMailbox(ABC):
         engine: name of the part of the engine that the tiers are behind, for messages.
         logger: the engine's logger.
         patience: seconds for which :meth:`stop` waits for the thread: more than the manager's own deadline.
+        on_events: takes the manager's events, on the thread; default: they are not read.
         clock: monotonic clock in seconds.
     """
 
@@ -53,6 +58,7 @@ class ManagerMailbox(ABC):
         logger: logging.Logger,
         *,
         patience: float,
+        on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats: Mapping[str, Any] = {}
@@ -61,6 +67,7 @@ class ManagerMailbox(ABC):
         self._engine = engine
         self._logger = logger
         self._patience = patience
+        self._on_events = on_events
         self._clock = clock
         announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
         self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
@@ -129,7 +136,8 @@ class ManagerMailbox(ABC):
             return IDLE_SLEEP
         sleep = self._work()
         self._manager.on_schedule_end()  # submits the promotions that the lookups have begun
-        self._note_events()
+        if self._on_events is not None and (events := self._manager.take_events()):
+            self._on_events(events)
         if (now := self._clock()) >= self._stats_at:
             self.stats, self._stats_at = self._manager.get_stats(), now + STATS_SECONDS
         if sleep == IDLE_SLEEP and self._manager.has_pending_work():
@@ -156,11 +164,34 @@ class ManagerMailbox(ABC):
     def _stop(self) -> None:
         """End what was submitted, and shut the manager down; :attr:`_ended` is True afterwards."""
 
-    def _note_events(self) -> None:
-        """Take the manager's events, if they are collected."""
+
+M = TypeVar("M", bound=ManagerMailbox)
 
 
-def window_of(stack: StackConfig, num_rows: int) -> int:
+def started(kind: Callable[..., M], stack: StackConfig, manager: TieringOffloadingManager, **words: Any) -> M:
+    """Return the thread of a stack, which runs and owns the manager; the manager is shut down if that fails.
+
+    Args:
+        kind: class of the thread.
+        stack: the stack.
+        manager: its open manager.
+        words: further arguments of ``kind``.
+
+    Raises:
+        ConfigError: a tier never loads as few blocks as a request may hold.
+        TierUnavailableError: no thread can be started.
+    """
+    try:
+        window = _window_of(stack, manager.primary_tier.num_rows)
+        mailbox = kind(manager, window=window, patience=stack.shutdown_deadline + JOIN_SECONDS, **words)
+        mailbox.start()
+    except BaseException:
+        manager.shutdown()
+        raise
+    return mailbox
+
+
+def _window_of(stack: StackConfig, num_rows: int) -> int:
     """Return the number of rows that one request may hold.
 
     Raises:

@@ -32,43 +32,19 @@ from tiering.config.stack import open_manager
 from tiering.engines.exchange import BlockExchange
 from tiering.engines.lmcache.lanes import TaskLane
 from tiering.engines.lmcache.objects import Buffer, Ledger, block_sizes, buffer_of, layout_of, parts_of
-from tiering.engines.mailbox import window_of
+from tiering.engines.mailbox import JOIN_SECONDS, started
 from tiering.engines.vllm.logging import share_logging
 from tiering.errors import ConfigError
-from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.prompts import CopyBlock
 
 logger = logging.getLogger("kv_tiering.lmcache")
 share_logging(init_logger("lmcache.kv_tiering"))
-
-_JOIN_SECONDS = 5.0
-"""Seconds beyond the stack's ``shutdown_deadline`` for which a close waits."""
 
 _LOADERS = 4
 """Number of loads at the same time: one that a hung medium holds up does not delay the others."""
 
 _SEARCHERS = 2
 """Number of lookups at the same time."""
-
-
-class _Exchange(BlockExchange):
-    """The exchange, with the events of blocks that come and go."""
-
-    def __init__(
-        self,
-        manager: TieringOffloadingManager,
-        on_events: Callable[[Sequence[OffloadingEvent]], None],
-        *,
-        window: int,
-        deadline: float,
-        patience: float,
-    ) -> None:
-        super().__init__(manager, "LMCache", logger, window=window, deadline=deadline, patience=patience)
-        self._on_events = on_events
-
-    def _note_events(self) -> None:
-        if events := self.manager.take_events():
-            self._on_events(events)
 
 
 class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
@@ -97,31 +73,21 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         self._sizes = block_sizes(block_bytes)
         self._ledger = Ledger()
         self._counts = {"stored": 0, "not_stored": 0, "loaded": 0, "missed": 0}
-        self._patience = stack.shutdown_deadline + _JOIN_SECONDS
+        self._patience = stack.shutdown_deadline + JOIN_SECONDS
         self._stores: TaskLane[Any] = TaskLane("store", 1, create_event_notifier())
         self._lookups: TaskLane[Any] = TaskLane("lookup", _SEARCHERS, create_event_notifier())
         self._loads: TaskLane[Any] = TaskLane("load", _LOADERS, create_event_notifier())
         self._lanes = (self._stores, self._lookups, self._loads)
-        self._exchange: _Exchange | None = None
-        manager = None
+        self._exchange: BlockExchange | None = None
         try:
             layout = json.dumps({"blocks": self._sizes})
             model = ModelIdentity("lmcache", stack.revision, "in keys", layout, {"engine": f"lmcache {version}"})
             manager = open_manager(stack, self._sizes, model, enable_events=True)
-            exchange = _Exchange(
-                manager,
-                self._on_events,
-                window=window_of(stack, manager.primary_tier.num_rows),
-                deadline=deadline,
-                patience=self._patience,
-            )
-            exchange.start()
-            self._exchange = exchange
+            words = {"engine": "LMCache", "logger": logger, "deadline": deadline, "on_events": self._on_events}
+            self._exchange = started(BlockExchange, stack, manager, **words)
             for lane in self._lanes:
                 lane.start()
         except BaseException:
-            if self._exchange is None and manager is not None:
-                manager.shutdown()
             self.close()
             raise
 
@@ -267,7 +233,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.stop()
-            logger.info("closed after %d calls that reached their deadline", exchange.timeouts)
         for lane in self._lanes:
             lane.close(self._patience)
 

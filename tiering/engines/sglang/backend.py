@@ -26,7 +26,7 @@ from tiering.config.inline import read_storage
 from tiering.config.registry import tier_definition
 from tiering.config.stack import open_manager
 from tiering.engines.exchange import BlockExchange
-from tiering.engines.mailbox import window_of
+from tiering.engines.mailbox import started
 from tiering.engines.sglang.identity import WEIGHTS, model_identity, parallelism, rank_of, replica_of, weights_of
 from tiering.engines.sglang.pages import PageMemory, page_memory, tensor_copies
 from tiering.engines.vllm.logging import share_logging
@@ -37,8 +37,6 @@ logger = logging.getLogger("kv_tiering.sglang")
 share_logging(logging.getLogger("sglang"))
 
 _KV = PoolName.KV.value
-_JOIN_SECONDS = 5.0
-"""Seconds beyond the stack's ``shutdown_deadline`` for which a close waits."""
 
 
 class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
@@ -109,19 +107,8 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         model = model_identity(self._config.model_name, self._weights, layout, version, _leaf)
         sizes = [pool.nbytes for pool in pools.values()]
         manager = open_manager(self._stack, sizes, model, replica=replica_of(self._config))
-        try:
-            exchange = BlockExchange(
-                manager,
-                "SGLang's host cache",
-                logger,
-                window=window_of(self._stack, manager.primary_tier.num_rows),
-                deadline=self._deadline,
-                patience=self._stack.shutdown_deadline + _JOIN_SECONDS,
-            )
-            exchange.start()
-        except BaseException:
-            manager.shutdown()
-            raise
+        words = {"engine": "SGLang's host cache", "logger": logger, "deadline": self._deadline}
+        exchange = started(BlockExchange, self._stack, manager, **words)
         self._pools, self._groups = pools, {name: number for number, name in enumerate(pools)}
         self._exchange = exchange
 
@@ -130,7 +117,6 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.stop()
-            logger.info("closed after %d calls that reached their deadline", exchange.timeouts)
 
     def clear(self) -> bool:
         """Leave the epoch: no older page is served to this process again. Media are emptied in the background."""

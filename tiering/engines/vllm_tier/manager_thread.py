@@ -98,7 +98,8 @@ class ManagerThread(ManagerMailbox):
         reads_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(manager, "vLLM's own tiering", logger, patience=patience, clock=clock)
+        on_events = self._take_events if reads_events else None
+        super().__init__(manager, "vLLM's own tiering", logger, patience=patience, on_events=on_events, clock=clock)
         self.results: deque[JobResult] = deque()
         """Results of the jobs that have ended; the reader removes them."""
         self.events: deque[OffloadingEvent] = deque()
@@ -110,7 +111,6 @@ class ManagerThread(ManagerMailbox):
         self._part = max(1, min(PART_BYTES // self._bytes, manager.primary_tier.num_rows // 8))
         self._window = window
         self._prefix_groups = frozenset(prefix_groups)
-        self._reads_events = reads_events
         self._lookups: dict[str, _Lookups] = {}
         self._waiting: dict[str, _Lookups] = {}
         self._loads: deque[_Copying] = deque()
@@ -168,9 +168,8 @@ class ManagerThread(ManagerMailbox):
             return 0.0
         return self._longest if self._waiting or self._stores else IDLE_SLEEP
 
-    def _note_events(self) -> None:
-        if self._reads_events:
-            self.events.extend(event for event in self._manager.take_events() if event.tier != PRIMARY_TIER)
+    def _take_events(self, events: Sequence[OffloadingEvent]) -> None:
+        self.events.extend(event for event in events if event.tier != PRIMARY_TIER)
 
     def _end_all(self) -> None:
         self._fail_jobs()

@@ -27,7 +27,7 @@ from tiering.config.inline import read_tier
 from tiering.config.registry import tier_definition
 from tiering.config.stack import open_manager
 from tiering.config.stack_file import StackConfig
-from tiering.engines.mailbox import window_of
+from tiering.engines.mailbox import started
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import StartupError
 from tiering.engines.vllm_tier.identity import Identified, identify, unidentified
@@ -52,8 +52,6 @@ share_logging(logging.getLogger("vllm"))
 _HIT, _MISS, _RETRY = base.LookupResult.HIT, base.LookupResult.MISS, base.LookupResult.RETRY
 _NEW = object()
 _NOTHING: Answers = {}
-_JOIN_SECONDS = 5.0
-"""Seconds beyond the stack's ``shutdown_deadline`` for which a shutdown waits."""
 
 
 class _ForkedTier:
@@ -133,22 +131,10 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
                 enable_events=publishes,
                 identify=found if persistent else None,
             )
+            further = {"prefix_groups": found.prefix_groups, "reads_events": publishes}
+            self._thread = started(ManagerThread, stack, manager, rows=rows, **further)
         except BaseException:
             self._stop_identification()
-            raise
-        try:
-            self._thread = ManagerThread(
-                manager,
-                rows,
-                window=window_of(stack, manager.primary_tier.num_rows),
-                prefix_groups=found.prefix_groups,
-                reads_events=publishes,
-                patience=stack.shutdown_deadline + _JOIN_SECONDS,
-            )
-            self._thread.start()
-        except BaseException:
-            self._stop_identification()
-            manager.shutdown()
             raise
         if persistent and found.reason:
             logger.warning("%s; no tier that outlives the process is used", found.reason)
