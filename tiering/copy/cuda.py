@@ -208,7 +208,7 @@ class CudaCopyHandler(PlannedHandler):
         return self._direct[group] and self._rows.is_pinned
 
     def _numbers(self, pages: GroupPages) -> NDArray[np.int64]:
-        """Return the ids of the GPU blocks, and behind them their addresses in the rows if the kernel needs them."""
+        """Return the ids of the GPU blocks, and their addresses in the rows if the kernel needs them."""
         if not self._is_direct(pages.group):
             return pages.gpu
         starts = starts_of(pages, self._groups[pages.group], self._rows.stride)
