@@ -163,7 +163,7 @@ def _write(bench: Bench, index: SlotIndex, geometry: SegmentGeometry, longest: L
         while (part := slices.get()) is not None:
             writer.add(part)
             written.put(True)
-        writer.finish()
+        writer.finish({})
 
     thread = threading.Thread(target=write)
     thread.start()

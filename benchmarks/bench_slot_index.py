@@ -110,7 +110,7 @@ def _checkpoints(bench: Bench, index: SlotIndex, held: list[bytes], count: int) 
         longest = max(longest, time.perf_counter() - step)
         copying += time.perf_counter() - step
         writer.add(part)
-    writer.finish()
+    writer.finish({})
     bench.table(
         "writing a checkpoint",
         ("blocks", "longest step, ms", "all steps, ms", "writing (I/O side), s"),

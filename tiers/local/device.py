@@ -121,7 +121,7 @@ def probe_direct(files: Files, directory: Path, segment: Path | None, *, read_on
 
 
 def _takes_direct(files: Files, path: Path, flags: int, use: Callable[[int], bool]) -> bool:
-    """Return the result of ``use`` for a descriptor with O_DIRECT; False if O_DIRECT is declined."""
+    """Return what ``use`` returns for a descriptor with O_DIRECT; False if O_DIRECT is declined."""
     try:
         fd = files.open(path, flags | os.O_DIRECT)
         try:
