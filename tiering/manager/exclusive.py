@@ -41,7 +41,7 @@ class ManagerExclusive(ManagerParts):
             if self._advisor is not None:
                 self._advisor.exclude(PRIMARY_TIER, blocks)
             self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
-            self._steps.missing = {}
+            self._missing = {}
         return self._is_exclusive
 
     @property
@@ -62,10 +62,10 @@ class ManagerExclusive(ManagerParts):
     def take_wanted(self) -> Sequence[OffloadKey]:
         if get_ident() != self._owner.ident:
             self._owner.claim()
-        missing = self._steps.missing
+        missing = self._missing
         if not missing:
             return ()
-        self._wanting, self._steps.missing = missing, {}
+        self._wanting, self._missing = missing, {}
         keys = self.primary_tier.unknown(list(missing))
         self._cascade_wanted([key for key in missing if key in self._readable])
         return keys

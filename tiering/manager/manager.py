@@ -15,16 +15,20 @@ from typing import Any
 
 from tiering.api.descriptions import TierDescriptions
 from tiering.api.hints import KeptBlocks
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import revision_digest
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.manager.answers import TRUTH
+from tiering.manager.cascade_queue import NOBODY
 from tiering.manager.lookups import ManagerLookups
-from tiering.manager.report import report
+from tiering.manager.rest import LONGEST_REST
 from tiering.manager.stores import ManagerStores
 
 _log = logging.getLogger("kv_tiering.manager")
+
+MOST_MISSING = 4096
+"""Number of blocks beyond which no more are looked for in the engine's cache."""
 
 
 class TieringOffloadingManager(ManagerLookups, ManagerStores):
@@ -105,13 +109,37 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         self._jobs.pull()
         if self.primary_tier.keeper is not None:
             self.primary_tier.keeper.step()
-        superseded, seconds = self._steps.end()
+        superseded, seconds = self._end_tiers()
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
         if seconds > 0.0 and not (warms or self._jobs.awaited or self._promotions.queued or self._early.waiting):
             next_due = min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
             rest.until = min(self._clock() + seconds, next_due, self._early.next_due)
+
+    def _end_tiers(self) -> tuple[bool, float]:
+        """End the step of all tiers, and cascade the blocks that they want.
+
+        Returns:
+            True if the common epoch of a tier has a successor, and the seconds for which all tiers rest.
+        """
+        any_superseded, longest = False, LONGEST_REST
+        for state in self._states:
+            if state.resetting:
+                self._tiers.end_reset(state)
+            elif state.in_service:
+                wanted, rest, superseded, _ = self._tiers.end_step(state)
+                longest = min(longest, rest)
+                if superseded:
+                    any_superseded, longest = True, 0.0
+                if wanted:
+                    self._jobs.cascade_held((state,), wanted, NOBODY)
+                    if self._missing is not None and len(self._missing) < MOST_MISSING:
+                        self._missing.update((key, state) for key in wanted if key not in self._readable)
+                    longest = 0.0
+                continue
+            longest = 0.0
+        return any_superseded, longest
 
     def _follow(self, deadline: float) -> None:
         """Drop all blocks stored before, because a new common epoch has begun; then let the tiers enter it.
@@ -161,7 +189,26 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
 
     def get_stats(self) -> dict[str, Any]:
         self._owner.check()
-        return report(self._stats, self.primary_tier, self._tiers, self._jobs, self._reservations, self._advisor)
+        stats, primary = self._stats, self.primary_tier
+        rows, buffer, blocks = primary.count_rows(), primary.get_kv_memoryview(), len(primary.readable)
+        stats.ignored_completions = primary.ignored_completions
+        stats.jobs_in_flight, stats.blocks_queued = len(self._jobs), self.blocks_queued
+        stats.rows, stats.rows_free, stats.rows_evictable = rows.rows, rows.free, rows.evictable
+        stats.rows_unprepared = 0 if primary.is_prepared else rows.rows
+        stats.rows_reserved, stats.rows_quarantined = self._reservations.rows, rows.quarantined
+        of_primary: dict[str, int | float] = {
+            "blocks": blocks,
+            "occupancy_bytes": blocks * (buffer.nbytes // primary.num_rows),
+            "capacity_bytes": buffer.nbytes,
+            "evictions": stats.evicted_blocks,
+            "available": 1,
+        }
+        of_tiers = self._tiers.stats()
+        if self._advisor is not None:
+            of_primary |= self._advisor.estimates(PRIMARY_TIER)
+            for name, fields in of_tiers.items():
+                fields |= self._advisor.estimates(name)
+        return {"manager": stats.as_dict(), "primary": of_primary, "tiers": of_tiers}
 
     def count_inherited(self, blocks: int) -> None:
         """Count blocks that an earlier engine has left in the rows."""

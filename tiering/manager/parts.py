@@ -20,7 +20,6 @@ from tiering.manager.requests import Requests
 from tiering.manager.reservations import Reservations
 from tiering.manager.rest import Rest
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.steps import TierSteps
 from tiering.manager.tier_state import TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.manager.warm_start import WarmStart, WarmStartLimits
@@ -110,7 +109,6 @@ class ManagerParts(OffloadingManager):
         self._jobs = TierJobs(
             primary_tier, self._tiers, self._promotions, self._reservations, self._broker, self._stats, clock
         )
-        self._steps = TierSteps(self._tiers, self._jobs, self._readable)
         self._search = PrefixSearch(primary_tier, self._promotions, self._tiers, clock)
         self._gates = self._search.gates
         self._open_lookups = OpenLookups(
@@ -132,6 +130,8 @@ class ManagerParts(OffloadingManager):
         self._is_exclusive = False
         """True if the engine shows which blocks its own cache holds, and the primary tier prefers others."""
         self._bounds_copies = False
+        self._missing: dict[OffloadKey, TierState] | None = None
+        """Blocks that a tier wants and the primary tier lacks, with the tier; None: they are not looked for."""
         self._wanting: dict[OffloadKey, TierState] = {}
         """Blocks that are being stored because a tier wants them, with the tier."""
         inert_in_children(self, InertManager)
