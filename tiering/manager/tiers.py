@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
@@ -53,32 +53,15 @@ def _check_names(names: Sequence[str]) -> None:
         taken[name] = f"secondary_tiers[{rank}]"
 
 
-class _Shares:
-    """A span of time that is divided among tiers, which take turns.
+def _deadlines(clock: Callable[[], float], seconds: float, turns: int) -> Iterator[float]:
+    """Yield the time at which each of ``turns`` tiers must end that share ``seconds``, when its turn begins.
 
     Each turn gets an equal part of the time that is left, so that a tier that hangs cannot use up the others' parts.
     """
-
-    __slots__ = ("_clock", "_deadline", "_turns")
-
-    def __init__(self, clock: Callable[[], float], seconds: float, turns: int) -> None:
-        """Start the span now.
-
-        Args:
-            clock: monotonic clock, in seconds.
-            seconds: length of the whole span.
-            turns: number of tiers that share the span.
-        """
-        self._clock = clock
-        self._deadline = clock() + seconds
-        self._turns = turns
-
-    def next_deadline(self) -> float:
-        """Begin the next turn and return the time at which it must end."""
-        now = self._clock()
-        deadline = now + max(0.0, self._deadline - now) / self._turns
-        self._turns -= 1
-        return deadline
+    end = clock() + seconds
+    for left in range(turns, 0, -1):
+        now = clock()
+        yield now + max(0.0, end - now) / left
 
 
 class SecondaryTiers:
@@ -256,9 +239,10 @@ class SecondaryTiers:
         Returns:
             True if all media have confirmed the reset.
         """
-        shares = _Shares(self._clock, seconds, len(self.states))
+        deadlines = _deadlines(self._clock, seconds, len(self.states))
         confirmed = [
-            self._reset(state, state.tier.reset, shares.next_deadline(), revision) for state in reversed(self.states)
+            self._reset(state, state.tier.reset, deadline, revision)
+            for state, deadline in zip(reversed(self.states), deadlines, strict=True)
         ]
         return all(confirmed)
 
@@ -297,10 +281,8 @@ class SecondaryTiers:
         Returns:
             True if every tier has stopped to use the primary rows.
         """
-        shares = _Shares(self._clock, seconds, len(self.states))
         stopped = True
-        for state in self.states:
-            deadline = shares.next_deadline()
+        for state, deadline in zip(self.states, _deadlines(self._clock, seconds, len(self.states)), strict=True):
             drain(state, deadline)
             stopped = bool(self.ask(state, TRUTH, state.tier.shutdown, deadline)) and stopped
         return stopped
