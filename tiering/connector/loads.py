@@ -7,18 +7,23 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from tiering.api.engine import OffloadingSpec
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
+from tiering.api.units import parse_duration
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
-from tiering.errors import NotReadableError
+from tiering.errors import ConfigError, NotReadableError
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
+
+DEFAULT_SHARER_WAIT = 1.0
+"""Total time in seconds that a request waits for blocks that are being loaded for other requests."""
 
 
 class _Part(NamedTuple):
@@ -51,6 +56,7 @@ class LoadPlanner:
         search: determines the blocks that a hit needs.
         jobs: the connector's jobs, shared with the store planner.
         fences: fences of the GPU blocks, shared with the store planner.
+        longest_wait: total time in seconds that a request may wait for loads of others; 0: no request waits.
         clock: returns monotonic seconds.
     """
 
@@ -61,6 +67,7 @@ class LoadPlanner:
         search: HitSearch,
         jobs: JobTable,
         fences: BlockFences,
+        longest_wait: float,
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
@@ -68,6 +75,8 @@ class LoadPlanner:
         self._search = search
         self._jobs = jobs
         self._fences = fences
+        self._longest_wait = longest_wait
+        self._clock = clock
         self._loading: dict[OffloadKey, int] = {}
         """Key of each block that is being loaded, and the id of the last job that loads the block."""
         self._warn_shrunk = LimitedWarning(logger, clock)
@@ -81,8 +90,29 @@ class LoadPlanner:
         self._orders: dict[ReqId, TransferOrder] = {}
         self.shrunk_hits = 0
         """Number of hits that had lost blocks before they were loaded, since the start."""
+        self.sharer_waits = 0
+        """Number of requests that waited for a load of another request, since the start."""
 
-    def is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
+    def holds_up(self, state: RequestState, computed: int, end: int) -> bool:
+        """Return True if a request is to wait for another request's load of the same blocks.
+
+        Without the wait, requests that share a prefix and arrive together each load its blocks into GPU blocks of their
+        own. After it, the engine's own prefix cache holds them. The waiting time in the life of a request is bounded.
+
+        Args:
+            state: the request.
+            computed: leading tokens that the engine's own prefix cache holds.
+            end: end of the request's hit, in tokens.
+        """
+        if self._longest_wait <= 0 or not self._is_shared(self._search.needed(state.keys, computed, end)):
+            return False
+        now = self._clock()
+        if state.sharer_deadline is None:
+            state.sharer_deadline = now + self._longest_wait
+            self.sharer_waits += 1
+        return now < state.sharer_deadline
+
+    def _is_shared(self, needed: Sequence[Sequence[OffloadKey]]) -> bool:
         """Return True if blocks of a hit are being loaded for another request.
 
         Requests that share blocks have a common prefix. The blocks that one of them lacks begin where the load of the
@@ -234,3 +264,21 @@ class LoadPlanner:
             block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts]
         )
         self._orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))
+
+
+def sharer_wait(spec: OffloadingSpec) -> float:
+    """Return the option ``sharer_wait`` in seconds.
+
+    An engine without a prefix cache cannot share the loaded blocks, so its requests do not wait: the value is 0.
+
+    Raises:
+        ConfigError: the option is not a duration, or is negative.
+    """
+    value = spec.extra_config.get("sharer_wait", DEFAULT_SHARER_WAIT)
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        raise ConfigError(f"sharer_wait: {error}") from error
+    if seconds < 0:
+        raise ConfigError(f"sharer_wait: {value!r} is negative; 0 means not to wait")
+    return seconds if spec.engine.enable_prefix_caching else 0.0

@@ -43,14 +43,13 @@ from tiering.connector.handed_states import HandedStates
 from tiering.connector.hints import FollowedHints
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
-from tiering.connector.loads import LoadPlanner
+from tiering.connector.loads import LoadPlanner, sharer_wait
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.metrics import CACHED, MISSES
 from tiering.connector.misses import Misses
 from tiering.connector.prefill import PrefillSpeed
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.requests import FencedTables, RequestState
-from tiering.connector.shared_loads import SharedLoads, sharer_wait
 from tiering.connector.stores import StorePlanner
 from tiering.connector.suspects import EngineBlockPool
 from tiering.connector.tracked import NEVER, GroupState
@@ -103,7 +102,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self.fences = BlockFences()
         """Fences on the GPU blocks that jobs use."""
         self._pool: EngineBlockPool | None = None
-        self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, clock)
+        self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, longest_wait, clock)
         """Planner of loads."""
         self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
         states = any(group.is_state for group in groups)
@@ -114,7 +113,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         A request enters the set with :meth:`~tiering.connector.requests.RequestState.look_again`. It leaves the set
         when it has nothing to store for as long as it runs, as most requests that decode.
         """
-        self._sharers = SharedLoads(self.loads, search, longest_wait, self._counters, clock)
         self._completions = Completions(
             self.manager,
             self._jobs,
@@ -351,7 +349,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         counters.hits_shrunk, counters.stores_refused = self.loads.shrunk_hits, self._stores.refused_offers
         if self._recorder is not None:
             counters.requests_recorded, counters.records_dropped = self._recorder.written, self._recorder.dropped
-        counters.jobs_active = len(self._jobs)
+        counters.sharer_waits, counters.jobs_active = self.loads.sharer_waits, len(self._jobs)
         counters.session_blocks = 0 if self._hints is None else self._hints.sessions.blocks
         stats = dict(super().get_stats())
         if self._misses is not None:
@@ -453,7 +451,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if hit.pending:
             state.open_question = (computed, state.request.num_tokens)
             return ASK_AGAIN
-        if hit.tokens > computed and self._sharers.holds_up(state, computed, hit.tokens):
+        if hit.tokens > computed and self.loads.holds_up(state, computed, hit.tokens):
             return ASK_AGAIN
         return super()._offer(state, computed, hit)
 
