@@ -158,10 +158,11 @@ class RowBroker:
 
     def evicted(self, keys: Sequence[OffloadKey]) -> None:
         """Count blocks that were evicted from the primary tier, and take them off all queues."""
-        self._stats.evicted_blocks += len(keys)
-        for state in self._states:
-            if keys and state.queue:
-                self._count_evicted(state, state.queue.drop(keys))
+        if keys:
+            self._stats.evicted_blocks += len(keys)
+            for state in self._states:
+                if state.queue:
+                    self._count_evicted(state, state.queue.drop(keys))
 
     def _named(self, keys: Sequence[OffloadKey], but: TierState) -> NDArray[np.bool_]:
         """Return a mask of the ``keys`` that the queue of another tier than ``but`` has."""
