@@ -169,7 +169,7 @@ M = TypeVar("M", bound=ManagerMailbox)
 
 
 def started(kind: Callable[..., M], stack: StackConfig, manager: TieringOffloadingManager, **words: Any) -> M:
-    """Return the thread of a stack, which runs and owns the manager; the manager is shut down if that fails.
+    """Return the thread of a stack, which owns the manager; if that fails, the manager is shut down.
 
     Args:
         kind: class of the thread.

@@ -1,4 +1,4 @@
-"""One secondary tier, as the manager treats it, and the check of the tier's declarations."""
+"""One secondary tier, as the manager treats it, and the check of the traits that the tier declares."""
 
 from __future__ import annotations
 

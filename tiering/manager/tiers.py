@@ -54,7 +54,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _deadlines(clock: Callable[[], float], seconds: float, turns: int) -> Iterator[float]:
-    """Yield the time at which each of ``turns`` tiers must end that share ``seconds``, when its turn begins.
+    """Yield the end of each of ``turns`` of tiers that share ``seconds``, when the turn begins.
 
     Each turn gets an equal part of the time that is left, so that a tier that hangs cannot use up the others' parts.
     """
