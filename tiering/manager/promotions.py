@@ -248,7 +248,7 @@ class Promotions:
         return None if key in self._readable or key in self._pending else position
 
     def _shares(self, state: TierState, part: int = 1) -> tuple[int, int]:
-        """Return how many more rows all promotions and those from a tier may take; ``part`` divides limits."""
+        """Return how many more rows all promotions, and those from a tier, may take; ``part`` divides both."""
         share = self._max_rows // part - self.rows_promoting - self.reservations.rows
         return share, state.max_loading_rows // part - state.loading_rows
 
