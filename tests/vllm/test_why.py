@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.cli.runner import kv_tiering
+from tests.mini_engine.chaos_tier import ChaosTier
+from tests.vllm.handlers import FailEverySecond
+from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, Engine, _greedy, engine, prompt
+from tiering.explain.causes import REASONS, Reason
+from tiering.testing.chaos import Fault
 
 ROWS = 24
 """Four prompts of six whole blocks."""
@@ -22,14 +28,16 @@ class Asked:
         self.socket = socket
         self.computed = 0
 
-    def ask(self, tokens: list[int], salt: str | None = None, params: dict[str, Any] | None = None) -> str:
+    def ask(
+        self, tokens: list[int], salt: str | None = None, params: dict[str, Any] | None = None, lora: Any = None
+    ) -> str:
         """Answer a prompt from the tiers, not from the GPU's cache; return the id of the request."""
         self.running.settle()
         assert self.running.llm.reset_prefix_cache()
         salted = {} if salt is None else {"cache_salt": salt}
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
         (output,) = self.running.llm.generate(
-            [{"prompt_token_ids": tokens, **salted}], _greedy(1, **extra), use_tqdm=False
+            [{"prompt_token_ids": tokens, **salted}], _greedy(1, **extra), use_tqdm=False, lora_request=lora
         )
         self.running.settle()
         self.computed += len(tokens) - output.num_cached_tokens
@@ -40,12 +48,21 @@ class Asked:
         for number in range(5):
             self.ask(prompt(1000 + 10 * seed + number))
 
-    def why(self, tokens: list[int], salt: str | None = None, params: dict[str, Any] | None = None) -> list[str]:
+    def why(
+        self, tokens: list[int], salt: str | None = None, params: dict[str, Any] | None = None, lora: Any = None
+    ) -> list[str]:
         """Return the lines of the command about a new request with a prompt, without its id and ages."""
-        name = self.ask(tokens, salt, params)
+        return [line.split(":")[1].strip() for line in self.answer(self.ask(tokens, salt, params, lora))]
+
+    def answer(self, name: str) -> list[str]:
+        """Return the lines of the command about a request, without its id and the time that is known."""
         done = kv_tiering("why", name, "--socket", self.socket)
         assert done.code == 0, done.err
-        return [line.split(":")[1].strip() for line in done.out.splitlines()[1:-1]]
+        return done.out.splitlines()[1:-1]
+
+    def first_line(self, tokens: list[int]) -> str:
+        """Return the line of the command about the first tokens of a new request."""
+        return self.answer(self.ask(tokens))[0].partition(": ")[2]
 
     def check_sum(self) -> None:
         """Compare the counters with the prompt tokens that vLLM has computed."""
@@ -55,13 +72,13 @@ class Asked:
 
 
 @contextmanager
-def asked(model: Path, directory: Path, secondary: list[dict[str, Any]]) -> Iterator[Asked]:
+def asked(model: Path, directory: Path, secondary: list[dict[str, Any]], **options: Any) -> Iterator[Asked]:
     stack = {
         "primary": {"capacity": ROWS * BLOCK_BYTES},
         "secondary": secondary,
         "explain": {"socket": str(directory / "why.sock")},
     }
-    with engine(model, stack) as running:
+    with engine(model, stack, **options) as running:
         yield Asked(running, directory / "why.sock")
 
 
@@ -96,4 +113,64 @@ def test_the_causes_of_a_tier_behind_it(llama: Path, tmp_path: Path) -> None:
         one.fill(1)
         assert one.why(once) == ["unstored local", "remainder"]
         assert one.why(often) == ["unserved local", "remainder"]
+        one.check_sum()
+
+
+def test_the_first_token_that_differs_is_named(llama: Path, tmp_path: Path) -> None:
+    first = prompt(1)
+    with asked(llama, tmp_path, []) as one:
+        one.ask(first)
+        token = 3 * BLOCK + 7
+        other = [*first[:token], (first[token] + 1) % 512, *first[token + 1 :]]
+        assert one.first_line(other).endswith(f"; the first token that differs is {token}")
+        one.check_sum()
+
+
+def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path) -> None:
+    slow = {"type": "tests.mini_engine.chaos_tier:CHAOS_TIER", "name": "slow", "seed": 1, "load_deadline": 0.3}
+    with asked(llama, tmp_path, [slow]) as one:
+        prompts = [prompt(number) for number in range(4)]
+        for tokens in prompts:
+            one.ask(tokens)
+        one.fill(1)
+        chaos = ChaosTier.built["slow"].chaos
+
+        def line(number: int, **plan: Any) -> str:
+            chaos._plan = replace(chaos._plan, **plan)
+            return one.first_line(prompts[number])
+
+        assert f"({REASONS[Reason.LATE]})" in line(0, gets={Fault.DELAY: 1.0}, delay=1.0)
+        assert f"({REASONS[Reason.FAILED]})" in line(1, gets={Fault.PERMANENT: 1.0})
+        chaos._plan = replace(chaos._plan, gets={})
+        one.check_sum()
+
+
+def test_a_tier_that_is_never_loaded_is_gated(llama: Path, tmp_path: Path) -> None:
+    local = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "64MiB", "durability": "none"}
+    with asked(llama, tmp_path, [local | {"load_or_compute": "never"}]) as one:
+        one.ask(prompt(1))
+        one.fill(1)
+        assert f"({REASONS[Reason.GATED]})" in one.first_line(prompt(1))
+        one.check_sum()
+
+
+def test_a_load_to_the_gpu_that_fails_is_named(llama: Path, tmp_path: Path) -> None:
+    with asked(llama, tmp_path, []) as one:
+        one.ask(prompt(1))
+        with one.running.loads_through(FailEverySecond):
+            assert one.first_line(prompt(1)).startswith("load_failed: ")
+
+
+def test_the_tokens_of_another_adapter_are_named(llama: Path, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    path = write_adapter(tmp_path / "adapter", 1)
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}
+    with asked(llama, tmp_path, [], **options) as one:
+        adapter = LoRARequest("one", 1, str(path))
+        one.ask(prompt(9)[:8], lora=adapter)  # the worker reports the adapter's content
+        one.ask(prompt(1), salt="mine")
+        assert one.why(prompt(1), salt="mine", lora=adapter) == ["other_adapter", "remainder"]
+        one.ask(prompt(2), salt="theirs")
+        assert one.why(prompt(2), salt="mine", lora=adapter) == ["new", "remainder"]
         one.check_sum()
