@@ -18,6 +18,7 @@ MODULES = {
     "files": "vllm_files",
     "burst": "vllm_burst",
     "overhead": "vllm_overhead",
+    "load_or_compute": "vllm_load_or_compute",
 }
 
 
