@@ -148,12 +148,7 @@ def world(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
         restored(engine, subscriber, fleet.prompts["a"])
         fleet.take("a", subscriber)
         after = Fleet(list(fleet.heard), fleet.prompts)
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
-        engine.ask([prompt(1, 8)], 1)
-        engine.settle()
-        subscriber.until(lambda: sum(type(event).__name__ == "BlockRemoved" for event in subscriber.heard) > 0)
-        while subscriber.hears(500):
-            pass
+        reset(engine, subscriber)
         fleet.take("a", subscriber)
     return World(before, after, fleet)
 
@@ -163,6 +158,16 @@ def restored(engine: Engine, subscriber: Subscriber, prompts: list[Prompt]) -> N
     engine.settle()
     blocks = {tuple(told.tokens[at : at + BLOCK]) for told in prompts for at in range(0, len(told.tokens), BLOCK)}
     subscriber.until(lambda: blocks <= {tuple(event.token_ids) for event in announced(subscriber, 0, DISK)})
+
+
+def reset(engine: Engine, subscriber: Subscriber) -> None:
+    """Reset an engine with its tiers, and wait until it has announced that."""
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.ask([prompt(1, 8)], 1)
+    engine.settle()
+    subscriber.until(lambda: any(type(event).__name__ == "BlockRemoved" for event in subscriber.heard))
+    while subscriber.hears(500):
+        pass
 
 
 def shares(subscriber: Subscriber) -> bool:
@@ -236,7 +241,7 @@ def test_llmds_own_weights_count_a_disk_like_a_gpu(world: World) -> None:
     assert scores["a"] == scores["b"]
 
 
-def test_the_engine_that_has_seen_a_picture_wins_before_and_after_a_restart(tmp_path: Path) -> None:
+def test_the_engine_that_has_seen_a_picture_wins_before_and_after_a_restart_and_after_a_reset(tmp_path: Path) -> None:
     """The prompts have the same tokens."""
     model, fleet = write_idefics(tmp_path / "model"), Fleet()
     tokens, options = [IMAGE, *prompt(1)], {**ROOM, "skip_tokenizer_init": False}
@@ -251,7 +256,18 @@ def test_the_engine_that_has_seen_a_picture_wins_before_and_after_a_restart(tmp_
     with publishing(model, tmp_path / "a", options, **STACK) as (engine, subscriber):
         restored(engine, subscriber, fleet.prompts["a"])
         fleet.take("a", subscriber)
+        restarted = Fleet(list(fleet.heard), fleet.prompts)
+        reset(engine, subscriber)
+        fleet.take("a", subscriber)
+        forgotten = Fleet(list(fleet.heard), dict(fleet.prompts, a=list(fleet.prompts["a"])))
+        ask(fleet, "a", engine, subscriber, tokens, image=picture(0))
+        fleet.take("a", subscriber)
+    for router in routers():
+        assert restarted.wrong(restarted.route(router)) == []
+    for router in routers():
+        assert forgotten.wrong(forgotten.route(router), "b") == []
+        assert "a" not in router.scores(forgotten.prompts["a"][0])
     for router in routers():
         assert fleet.wrong(fleet.route(router)) == []
-        for prompts in fleet.prompts.values():
-            assert any(prompts[0].extra)
+    for prompts in fleet.prompts.values():
+        assert all(any(each.extra) for each in prompts)
