@@ -29,7 +29,7 @@ ADAPTER = {
     "module_path": "tiering.engines.lmcache",
     "class_name": "KVTieringAdapter",
     "shared": True,
-    "adapter_params": {"deadline": "20s", "block_bytes": "1MiB", **STACK},
+    "adapter_params": {"deadline": "20s", "block_bytes": "1MiB", "revision": "r1", **STACK},
 }
 FS = {"type": "fs", "root_dir": "/var/cache/vllm"}
 
@@ -106,6 +106,7 @@ def test_a_stack_file_that_a_dictionary_names_is_read(tmp_path: Path) -> None:
         ({**ADAPTER, "type": "fs"}, "type: 'fs' is not plugin"),
         ({**ADAPTER, "adapter_params": None}, "adapter_params: None is not a mapping"),
         ({**ADAPTER, "adapter_params": {**STACK, "deadlin": 1}}, "adapter_params: deadlin: unknown word"),
+        ({**ADAPTER, "adapter_params": STACK}, "revision: is missing: LMCache's keys"),
         ({**ADAPTER, "serde": {"type": "fp8"}}, "serde: "),
     ],
 )

@@ -135,7 +135,14 @@ def read_adapter(given: Mapping[str, Any]) -> tuple[StackConfig, float, int]:
         raise ConfigError(f"block_bytes: {error}") from error
     if block_bytes < 4096 or block_bytes % 4096:
         raise ConfigError(f"block_bytes: {block_bytes} is not allowed: a multiple of 4096")
-    if problems := list(_without_effect(stack, "LMCache", "has no effect in LMCache, which has events of its own")):
+    problems = list(_without_effect(stack, "LMCache", "has no effect in LMCache, which has events of its own"))
+    if stack.revision is None:
+        text = (
+            "is missing: LMCache's keys have only the model's name, and weights change under a name; write a text that "
+            "you change with the weights, the engine and its settings"
+        )
+        problems.append(Problem(("revision",), text))
+    if problems:
         refuse("the L2 adapter of LMCache", problems)
     return stack, deadline, block_bytes
 
@@ -179,6 +186,9 @@ def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator
         yield Problem(("events",), f"{no_events}; leave it out")
     if stack.record_trace is not None:
         yield Problem(("record_trace",), "needs the TieringConnector, which sees the prompts; leave it out")
+    for word, given in (("explain", stack.explain is not None), ("report_cached", stack.report_cached)):
+        if given:
+            yield Problem((word,), "needs the TieringConnector, which sees the requests; leave it out")
     if stack.hints != HintOptions():
         yield Problem(("hints",), "needs the TieringConnector, which sees the sessions; leave it out")
     for index, tier in enumerate(stack.secondary):

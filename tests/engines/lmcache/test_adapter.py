@@ -348,7 +348,7 @@ def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"revision": None}, "revision: missing"),
+        ({"revision": None}, "revision: is missing: LMCache's keys"),
         ({"deadline": "1m"}, "deadline: 60 s is not allowed: above 0, and 25 s at most"),
         ({"deadline": "soon"}, "deadline: "),
         ({"block_bytes": 5000}, "block_bytes: 5000 is not allowed: a multiple of 4096"),

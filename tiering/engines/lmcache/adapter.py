@@ -34,7 +34,6 @@ from tiering.engines.lmcache.lanes import TaskLane
 from tiering.engines.lmcache.objects import Buffer, Ledger, block_sizes, buffer_of, layout_of, parts_of
 from tiering.engines.mailbox import JOIN_SECONDS, started
 from tiering.engines.vllm.logging import share_logging
-from tiering.errors import ConfigError
 from tiering.manager.prompts import CopyBlock
 
 logger = logging.getLogger("kv_tiering.lmcache")
@@ -64,11 +63,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         stack, deadline, block_bytes = read_adapter(config)
-        if stack.revision is None:
-            raise ConfigError(
-                "revision: missing; LMCache's keys have only the model's name, and weights change under a name: write "
-                "a text into the stack that you change with the weights, the engine and its settings"
-            )
         super().__init__(max((getattr(tier, "capacity", None) or 0 for tier in stack.secondary), default=0))
         self._sizes = block_sizes(block_bytes)
         self._ledger = Ledger()
@@ -81,7 +75,7 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         self._exchange: BlockExchange | None = None
         try:
             layout = json.dumps({"blocks": self._sizes})
-            model = ModelIdentity("lmcache", stack.revision, "in keys", layout, {"engine": f"lmcache {version}"})
+            model = ModelIdentity("lmcache", str(stack.revision), "in keys", layout, {"engine": f"lmcache {version}"})
             manager = open_manager(stack, self._sizes, model, enable_events=True)
             words = {"engine": "LMCache", "logger": logger, "deadline": deadline, "on_events": self._on_events}
             self._exchange = started(BlockExchange, stack, manager, **words)
