@@ -19,6 +19,8 @@ MODULES = {
     "burst": "vllm_burst",
     "overhead": "vllm_overhead",
     "load_or_compute": "vllm_load_or_compute",
+    "tier": "vllm_tier",
+    "lmcache": "lmcache_l2",
 }
 
 
