@@ -69,6 +69,7 @@ def test_speeds_and_prices_of_a_file(trace: Path, stack: Path, tmp_path: Path) -
         (["--sweep", "primary.capacity"], "write it like"),
         (["--kv-bytes-per-token", "many"], "'--kv-bytes-per-token': 'many' is not a size"),
         (["--device-cache", "90%"], "'--device-cache': '90%' is not a size"),
+        (["--hints", "nan"], "'--hints': nan is not a finite number"),
         (["--prefill-speed", "0"], "'--prefill-speed': 0.0 is not in the range"),
     ],
 )

@@ -17,6 +17,7 @@ from tiering.cli.output import duration, print_json, progress, rate, stdout
 from tiering.cli.parameters import (
     DURATION,
     SIZE,
+    Number,
     admin_of,
     json_option,
     secondary_tiers,
@@ -77,7 +78,7 @@ class BreakEven:
 )
 @click.option("--bytes", "nbytes", type=SIZE, default="256MiB", show_default=True, help="Bytes of one measurement.")
 @click.option("--seconds", type=DURATION, default="3s", show_default=True, help="Longest time of one measurement.")
-@click.option("--prefill-tokens-per-second", type=click.FloatRange(min=0, min_open=True), help="Speed of recomputing.")
+@click.option("--prefill-tokens-per-second", type=Number(min=0, min_open=True), help="Speed of recomputing.")
 @click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
 @click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
 @tier_options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -53,6 +54,16 @@ class Quantity(_QuantityBase):
             self.fail(str(error), param, ctx)
         if found <= 0:
             self.fail(f"{value!r} is not above 0", param, ctx)
+        return found
+
+
+class Number(click.FloatRange):
+    """A number within bounds; ``nan``, which no bound excludes, and infinity are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number", param, ctx)
         return found
 
 

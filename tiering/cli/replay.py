@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tiering.cli.output import progress
-from tiering.cli.parameters import SIZE, device_cache_option
+from tiering.cli.parameters import SIZE, Number, device_cache_option
 from tiering.config.source import read_plain
 from tiering.replay.model import ReplayModel, load_model
 from tiering.replay.readers import Trace
@@ -38,7 +38,7 @@ from tiering.replay.sweep import parse_axis, points
 )
 @click.option(
     "--prefill-speed",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="TOKENS/S",
     help="Prompt tokens computed per second (20000).",
 )
@@ -46,7 +46,7 @@ from tiering.replay.sweep import parse_axis, points
 @click.option(
     "--hints",
     "hinted_sessions",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     metavar="SHARE",
     help="Share of the sessions whose clients hint at their next request and their end; default: 0.",
 )

@@ -8,6 +8,7 @@ from typing import TextIO
 
 import click
 
+from tiering.cli.parameters import Number
 from tiering.errors import ConfigError
 from tiering.replay.generate import WORKLOADS, generate
 from tiering.replay.readers import own_lines
@@ -36,9 +37,7 @@ def trace(context: click.Context) -> None:
     "in equal shares.",
 )
 @click.option("--requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of requests.")
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True, help="Requests per second."
-)
+@click.option("--rate", type=Number(min=0, min_open=True), default=2.0, show_default=True, help="Requests per second.")
 @click.option("--block-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one block.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal traces.")
 @click.option("-o", "--output", type=click.File("w", lazy=True), default="-", help="File to write; default: stdout.")
