@@ -397,6 +397,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "blocks retained": _engine_rate("blocks_retained"),
                 "blocks pinned": _engine_rate("blocks_pinned"),
                 "blocks prefetched": _engine_rate("blocks_prefetched"),
+                "hits by session hints": _engine_rate("hint_hits"),
                 "blocks that are followed": f"sum(kv_tiering_session_blocks{{{_ENGINE}}})",
             },
             "Blocks that only an ended session used make room first. Retained and pinned ones go after others.",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiering.api.hints import MAX_ACTIONS, NO_HINTS, HintBounds, KeepAction, parse_hints
+from tiering.api.hints import MAX_ACTIONS, NO_HINTS, HintBounds, KeepAction, KeptBlocks, parse_hints
 from tiering.api.request_policy import parse_request_policy
 
 
@@ -82,9 +82,23 @@ def test_a_prefetch_is_of_the_prompt_or_of_another_session() -> None:
 
 def test_the_bounds_of_the_stack_limit_what_is_kept() -> None:
     bounds = HintBounds(retain=0.25, pin=0.125, longest=60.0)
-    assert bounds.kept(KeepAction("retain", None, 1e9), [b"key"], b"t")[1:] == (60.0, 0.25, False, b"t")
-    assert bounds.kept(KeepAction("pin", None, 5.0), [b"key"], b"t")[1:] == (5.0, 0.125, True, b"t")
-    assert bounds.kept(KeepAction("expect", None, 5.0), [b"key"], b"t")[1:] == (7.5, 0.25, False, b"t")
+    keys = [b"one", b"two"]
+    for action, bound in (
+        (KeepAction("retain", None, 1e9), KeptBlocks(keys, 60.0, 0.25, False, b"t")),
+        (KeepAction("pin", None, 5.0), KeptBlocks(keys, 5.0, 0.125, True, b"t")),
+        (KeepAction("expect", None, 5.0), KeptBlocks(keys, 7.5, 0.25, False, b"t")),
+    ):
+        assert bounds.kept(action, keys, b"t") == [bound]
+
+
+def test_only_an_expected_session_s_own_blocks_are_apart() -> None:
+    bounds, keys, own = HintBounds(retain=0.25, pin=0.125), [b"one", b"two", b"three"], {b"two", b"three", b"other"}
+    shared, mine = bounds.kept(KeepAction("expect", None, 5.0), keys, b"t", own)
+    assert shared == KeptBlocks([b"one"], 7.5, 0.25, False, b"t")
+    assert mine == KeptBlocks([b"two", b"three"], 7.5, 0.25, False, b"t", is_own=True)
+    assert bounds.kept(KeepAction("expect", None, 5.0), keys[1:], b"t", own) == [mine]
+    for name in ("retain", "pin"):
+        assert [kept.is_own for kept in bounds.kept(KeepAction(name, None, 5.0), keys, b"t", own)] == [False]
 
 
 def test_an_action_has_an_effect_only_if_its_bound_allows_it() -> None:

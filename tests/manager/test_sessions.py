@@ -174,7 +174,18 @@ def test_a_request_retains_the_blocks_that_another_session_has_computed() -> Non
     run(scheduler, first, [1, 2, 3, 4], found=8)
     others = [{"action_type": "expect", "payload": {"seconds": 5, "session_id": name}} for name in ("s", "nobody")]
     run(scheduler, ask("two", "t", [90, 91, 92, 93], *others), [9])
-    assert manager.kept == [KeptBlocks(first.keys()[2:], 7.5, 0.25, tenant=tenant_of(None))]
+    assert manager.kept == [KeptBlocks(first.keys()[2:], 7.5, 0.25, tenant=tenant_of(None), is_own=True)]
+
+
+def test_blocks_that_another_session_uses_are_no_longer_a_session_s_own() -> None:
+    scheduler, manager = make_scheduler()
+    run(scheduler, ask("one", "s", [*range(16)]), [1, 2, 3, 4])
+    run(scheduler, ask("two", "t", [*range(8), 70, 71, 72, 73]), [1, 2, 5], found=8)
+    expects = {"action_type": "expect", "payload": {"seconds": 5, "session_id": "s"}}
+    run(scheduler, last := ask("three", "u", [90, 91, 92, 93], expects), [9])
+    keys = ask("one", "s", [*range(16)]).keys()
+    assert [(list(kept.keys), kept.is_own) for kept in manager.kept] == [(keys[:2], False), (keys[2:], True)]
+    assert last.keys() != keys
 
 
 def test_a_session_of_another_salt_is_another_session() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.table.test_first_victims import KEYS, evicted, filled, mark, rows
-from tiering.api.hints import KeptBlocks
+from tiering.api.hints import EXPECT_FACTOR, KeptBlocks
 from tiering.table import kept_rows
 from tiering.table.block_table import BlockTable
 from tiering.table.kept_rows import KeptRows
@@ -66,6 +66,66 @@ def test_beyond_the_share_the_blocks_with_the_farthest_end_yield_tails_first(pin
     assert keep(table, clock, *KEYS[4:6], seconds=5.0, pin=pin) == 2
     assert keep(table, clock, *KEYS[6:8], seconds=200.0, pin=pin) == 0
     assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[2], KEYS[3]]
+
+
+def expect(table: BlockTable, clock: FakeClock, *keys: bytes, after: float, share: float = 0.5) -> int:
+    """Keep own blocks of a session that returns after so many seconds."""
+    return table.keep(KeptBlocks(keys, EXPECT_FACTOR * after, share, is_own=True), clock)
+
+
+def busy(*, idle: bool = False) -> tuple[BlockTable, FakeClock]:
+    """Return a table of KEYS[8:16] whose rows were evicted within 10 s, and used at once unless they are idle."""
+    table, clock = filled("lru", 8), FakeClock()
+    keep(table, clock, KEYS[0], seconds=1.0)
+    clock.advance(10.0)
+    for key in KEYS[8:16]:
+        taken = table.allocate([key])
+        assert taken is not None
+        table.commit([key], taken[0])
+    for key in () if idle else [*KEYS[8:16], *KEYS[8:16]]:
+        table.touch([key])
+    return table, clock
+
+
+@pytest.mark.parametrize(("after", "gone"), [(9.0, KEYS[8]), (11.0, KEYS[10])])
+def test_own_blocks_of_a_session_that_returns_late_go_first(after: float, gone: bytes) -> None:
+    table, clock = busy()
+    assert expect(table, clock, KEYS[9], KEYS[10], after=after) == (0 if gone == KEYS[10] else 2)
+    assert evicted(table, KEYS[20]) == [gone]
+
+
+def test_own_blocks_are_kept_for_long_if_the_rows_are_used_little() -> None:
+    table, clock = busy(idle=True)
+    assert expect(table, clock, KEYS[9], KEYS[10], after=1000.0) == 2
+    assert evicted(table, KEYS[20]) == [KEYS[8]]
+
+
+def test_a_session_that_is_late_takes_its_shared_its_pinned_and_its_retained_blocks_from_nobody() -> None:
+    table, clock = busy()
+    keep(table, clock, KEYS[10], pin=True)
+    keep(table, clock, KEYS[11])
+    assert keep(table, clock, KEYS[9], seconds=1000.0) == 1  # not its own
+    assert expect(table, clock, KEYS[10], KEYS[11], after=1000.0) == 0
+    assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[8], KEYS[12]]
+
+
+@pytest.mark.parametrize(("pin", "used", "gone"), [(0, 0, KEYS[9]), (1, 0, KEYS[8]), (0, 1, KEYS[8])])
+def test_own_blocks_that_yield_go_first_if_evictions_reach_them_before(pin: int, used: int, gone: bytes) -> None:
+    table, clock = busy(idle=True)
+    assert expect(table, clock, KEYS[9], after=100.0, share=0.125) == 1
+    if pin:
+        keep(table, clock, KEYS[9], pin=True)
+    if used:
+        table.touch([KEYS[9]])  # by another session: the block is shared now
+    assert expect(table, clock, KEYS[10], after=5.0, share=0.125) == 1
+    assert evicted(table, KEYS[20]) == [gone]
+
+
+def test_own_blocks_that_yield_are_ordinary_ones_if_their_session_returns_before() -> None:
+    table, clock = busy(idle=True)
+    expect(table, clock, KEYS[9], after=9.0, share=0.125)
+    expect(table, clock, KEYS[10], after=5.0, share=0.125)
+    assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[8], KEYS[9]]
 
 
 @pytest.mark.parametrize("pin", [False, True])

@@ -22,7 +22,7 @@ A malformed hint is ignored, and the rest of the request's parameters stands. Un
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -64,6 +64,12 @@ class KeptBlocks(NamedTuple):
     """True if the blocks are pinned, False if they are retained."""
     tenant: bytes = b""
     """Digest of the cache salt; beyond the share, the tenant with the most blocks keeps fewer."""
+    is_own: bool = False
+    """True if only the session that is expected uses the blocks.
+
+    Those that yield to others beyond the share are then evicted first, if evictions would reach them before the session
+    returns.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,24 @@ class HintBounds:
         }
         return frozenset(name for name, has in has_effect.items() if has)
 
-    def kept(self, keep: KeepAction, keys: Sequence[OffloadKey], tenant: bytes) -> KeptBlocks:
-        """Return the blocks of an action of a tenant, within the bounds."""
+    def kept(
+        self, keep: KeepAction, keys: Sequence[OffloadKey], tenant: bytes, own: Collection[OffloadKey] = ()
+    ) -> list[KeptBlocks]:
+        """Return the blocks of an action of a tenant, within the bounds.
+
+        Args:
+            keep: the action.
+            keys: the blocks, in the order of a prefix.
+            tenant: digest of the cache salt.
+            own: the blocks that only the session of an *expect* uses; default: none.
+        """
         seconds = keep.seconds * EXPECT_FACTOR if keep.name == EXPECT else keep.seconds
         is_pin = keep.name == PIN
-        return KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin, tenant)
+        kept = KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin, tenant)
+        if not own or keep.name != EXPECT:
+            return [kept]
+        parts = [[key for key in keys if (key in own) is is_own] for is_own in (False, True)]
+        return [kept._replace(keys=part, is_own=part is parts[1]) for part in parts if part]
 
 
 class KeepAction(NamedTuple):

@@ -135,6 +135,7 @@ class ManagerLookups(ManagerParts):
             self._reservations.claim(request, once, pinned)
         else:
             self.primary_tier.pin(pinned)
+        self._stats.hint_hits += self.primary_tier.count_kept(pinned)
         self._jobs.report_use(once, pinned, request, req_context)
         return CPULoadStoreSpec(rows)
 

@@ -104,6 +104,11 @@ class ManagerStats:
         "Blocks that a hint had promoted into the CPU tier",
         "0 although clients send the hint: `hints.prefetch` is not set, or the CPU tier holds the blocks already.",
     )
+    hint_hits: int = counter(
+        "blocks",
+        "Blocks that requests loaded from the CPU tier while a hint kept them there",
+        "Near 0 although `blocks_retained` grows: sessions return later than they say, or not at all.",
+    )
     warm_start_engines: int = counter(
         "engines",
         "Engines whose published keys a warm start followed",

@@ -189,6 +189,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """Let blocks be evicted first until they are used again; see :meth:`BlockTable.release`."""
         self.keep = table.keep
         """Keep blocks for a time; see :meth:`tiering.table.block_table.BlockTable.keep`."""
+        self.count_kept = table.marks.count_kept
+        """Return how many of some rows a hint keeps now."""
         self.begin_first_victims = table.marks.begin_first_victims
         """Let rows be marked as first victims; see :class:`tiering.table.first_victims.FirstVictims`."""
         self.unknown = table.unknown

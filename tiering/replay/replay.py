@@ -307,9 +307,10 @@ class Replay:
             if self._exclusive:
                 manager.engine_holds(keys[: running.held])
                 self._lost += self._store_late(leaving, LATE_STORE)
-        bounds = self._config.hints.bounds
-        kept = [bounds.kept(action, keys, running.hints.tenant) for action in running.hints.kept]
-        manager.on_request_finished(running.ctx, self._released(running), kept)
+        released, hints, bounds = self._released(running), running.hints, self._config.hints.bounds
+        own = frozenset() if hints.session is None else self._sessions.own_blocks_of(hints.session)
+        kept = [blocks for action in hints.kept for blocks in bounds.kept(action, keys, hints.tenant, own)]
+        manager.on_request_finished(running.ctx, released, kept)
 
     def _store(self, running: _Running) -> bool:
         """Store the computed blocks of a prompt, and return False if the store is to be offered again.

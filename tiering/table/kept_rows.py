@@ -5,11 +5,17 @@ one, a *pinned* row only if the table has no other one. Neither is pinned by a r
 it would have without them. A kept row that comes up as a victim becomes the policy's most recent one.
 
 A share bounds each kind. Beyond it, rows whose time ends soon stay: they take the room for the shortest time.
+
+Rows that only one session uses, which returns at a known time, may also be evicted first. They are not kept if other
+rows bring more in their room: if the session returns later than a row is used on average, twice over, and later than
+evictions take to reach a recent row. Rows that yield beyond the share go first if evictions would reach them before the
+session returns.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +24,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.api.hints import KeptBlocks
+from tiering.api.hints import EXPECT_FACTOR, KeptBlocks
+from tiering.table.free_rows import NO_ROWS
 from tiering.table.policies.policy import EvictionPolicy, Rows
 from tiering.table.row_array import row_array
 
@@ -33,6 +40,12 @@ LONGEST_LOOK = 4096
 
 AHEAD = 256
 """Quotient of all rows and those that a search past kept rows evicts ahead of need at most."""
+
+MOST_IDLE = 2.0
+"""Quotient of the time for which own rows are kept at most, and of the mean time between two uses of a row.
+
+An average row is used more often than those that would be evicted next, for which the kept ones take the room.
+"""
 
 _FEW = 64
 
@@ -59,7 +72,20 @@ class KeptRows:
         clock: monotonic clock, in seconds.
     """
 
-    __slots__ = ("_clock", "_ends", "_ids", "_listed", "_order", "_owner", "_sizes", "_tenants", "_until", "rows")
+    __slots__ = (
+        "_clock",
+        "_ends",
+        "_ids",
+        "_listed",
+        "_order",
+        "_owner",
+        "_sizes",
+        "_tenants",
+        "_until",
+        "is_own",
+        "rows",
+        "yielded",
+    )
 
     def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,6 +93,8 @@ class KeptRows:
         """Time until which each row is kept; 0 for a row that is not."""
         self._owner: NDArray[np.int64] = row_array(num_rows, np.int64)
         """Number of the tenant of each kept row."""
+        self.is_own: NDArray[np.bool_] = row_array(num_rows, np.bool_)
+        """True for each kept row that only the session that is expected uses; the owner may clear it."""
         self._ids: dict[bytes, int] = {}
         self._tenants: dict[int, _Tenant] = {}
         """The tenants that have rows, by their numbers."""
@@ -79,8 +107,10 @@ class KeptRows:
         self._order = count()
         self.rows = 0
         """Number of rows that are kept."""
+        self.yielded: list[tuple[float, Rows]] = []
+        """Ends and rows of own blocks that yielded."""
 
-    def keep(self, rows: Rows, seconds: float, most: int, tenant: bytes = b"") -> int:
+    def keep(self, rows: Rows, seconds: float, most: int, tenant: bytes = b"", *, is_own: bool = False) -> int:
         """Keep rows within the bound, and return the number of those that got a new end.
 
         Args:
@@ -88,6 +118,7 @@ class KeptRows:
             seconds: time from now on.
             most: largest number of rows that may be kept.
             tenant: the tenant that keeps them; default: the one of requests without a cache salt.
+            is_own: True if only the session that is expected uses them; default False.
         """
         now = self._clock()
         self.expire(now)
@@ -101,6 +132,7 @@ class KeptRows:
         self.rows += len(rows)
         self._until[rows] = end = now + seconds
         self._owner[rows] = owner
+        self.is_own[rows] = is_own
         self._list(kept, rows, end)
         heapq.heappush(self._sizes, (-kept.rows, owner))
         if self.rows > most:
@@ -132,6 +164,8 @@ class KeptRows:
                 if left:
                     heapq.heappush(tenant.farthest, (end, number, rows[:left]))
                 self.discard(rows[left:])
+                if len(own := rows[left:][self.is_own[rows[left:]]]):
+                    self.yielded.append((-end, own))
             if tenant.rows:
                 heapq.heappush(self._sizes, (-tenant.rows, owner))
 
@@ -172,6 +206,35 @@ class KeptRows:
         return mask
 
 
+class Pace:
+    """The time in which something happens to as many rows as a table has.
+
+    Args:
+        num_rows: rows of the table.
+        clock: monotonic clock, in seconds.
+    """
+
+    __slots__ = ("_clock", "_last", "_left", "_num_rows", "_since")
+
+    def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
+        self._num_rows = self._left = num_rows
+        self._clock = clock
+        self._since = clock()
+        self._last = math.inf
+
+    def count(self, rows: int) -> None:
+        """Count rows to which it has happened."""
+        self._left -= rows
+        if self._left <= 0:
+            now = self._clock()
+            self._last, self._since, self._left = now - self._since, now, self._num_rows
+
+    @property
+    def seconds(self) -> float:
+        """The time that it took last, or takes already; infinity before the first time."""
+        return max(self._last, self._clock() - self._since)
+
+
 class Keeping:
     """The kept rows of one table, and the choice of victims that passes over them.
 
@@ -180,11 +243,15 @@ class Keeping:
         clock: monotonic clock, in seconds.
     """
 
-    __slots__ = ("_clock", "_num_rows", "pinned", "retained")
+    __slots__ = ("_clock", "_num_rows", "evictions", "pinned", "retained", "uses")
 
     def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
         self._num_rows = num_rows
         self._clock = clock
+        self.evictions = Pace(num_rows, clock)
+        """Pace of the rows that are evicted, by whatever choice."""
+        self.uses = Pace(num_rows, clock)
+        """Pace of the rows that requests use."""
         self.clear()
 
     def clear(self) -> None:
@@ -202,7 +269,25 @@ class Keeping:
             kept: the time and the bounds.
         """
         kind = self.pinned if kept.is_pin else self.retained
-        return kind.keep(rows, kept.seconds, int(kept.share * self._num_rows), kept.tenant)
+        most = int(kept.share * self._num_rows)
+        return kind.keep(rows, kept.seconds, most, kept.tenant, is_own=kept.is_own)
+
+    def is_late(self, kept: KeptBlocks) -> bool:
+        """Return True for own blocks whose session returns too late to keep them until then."""
+        latest = max(self.evictions.seconds, MOST_IDLE * self.uses.seconds)
+        return kept.is_own and kept.seconds > EXPECT_FACTOR * latest
+
+    def take_late(self) -> Rows:
+        """Return the own rows that yielded and whose session returns too late, the last one to be evicted first."""
+        yielded, self.retained.yielded = self.retained.yielded, []
+        latest = self._clock() + EXPECT_FACTOR * self.evictions.seconds
+        late = [rows[~self.pinned.are_kept(rows)] for end, rows in yielded if end > latest]
+        return np.concatenate(late) if late else NO_ROWS
+
+    def used(self, rows: Rows) -> None:
+        """Record that requests use ``rows``, which count as shared until the session expects itself anew."""
+        self.uses.count(len(rows))
+        self.retained.is_own[rows] = False
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""

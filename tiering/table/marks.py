@@ -75,7 +75,10 @@ class RowMarks:
             chosen.append(self.keeping.evict(self._policy, count, evictable))
         elif count:
             chosen.append(self._policy.evict(count))
-        return chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
+        rows = chosen[0] if len(chosen) == 1 else np.concatenate(chosen)
+        if self.keeping is not None:
+            self.keeping.evictions.count(len(rows))
+        return rows
 
     def release(self, rows: Rows) -> None:
         """Let ``rows`` be evicted first, the last one before all, until they are used again."""
@@ -100,12 +103,24 @@ class RowMarks:
         for marked in (self.released, self.first_victims):
             if marked is not None:
                 marked.discard(rows)
-        return self.keeping.keep(rows, kept)
+        if self.keeping.is_late(kept):
+            self.release(rows[~self.keeping.are_kept(rows)])
+            return 0
+        count = self.keeping.keep(rows, kept)
+        if len(late := self.keeping.take_late()):
+            self.release(late)
+        return count
+
+    def count_kept(self, rows: Rows) -> int:
+        """Return how many of ``rows`` are kept now."""
+        return 0 if self.keeping is None else int(np.count_nonzero(self.keeping.are_kept(rows)))
 
     def used(self, rows: Rows) -> None:
         """Let ``rows`` be evicted first no more, because a request uses them."""
         if self.released is not None:
             self.released.discard(rows)
+        if self.keeping is not None:
+            self.keeping.used(rows)
 
     def taken(self, rows: Rows) -> None:
         """Remove the marks of rows that other blocks get."""
