@@ -25,7 +25,7 @@ from tiering.replay.device import DeviceCache
 from tiering.replay.hints import TraceHints
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
-from tiering.replay.stack import SimulatedStack, SimulatedTier, open_simulated
+from tiering.replay.stack import SimulatedFleet, SimulatedStack, SimulatedTier, open_simulated
 from tiering.replay.trace import TraceRequest, keys_of
 from tiering.secondary.options import TtlOptions
 
@@ -45,6 +45,9 @@ STEP_TOKENS = 8192
 An exclusive CPU tier stores the free blocks that the engine's next two to four steps may use, as the connector's walk
 does.
 """
+
+IDLE_STEP = 0.01
+"""Seconds between two steps of an engine without requests."""
 
 OFFER_AGAIN_AFTER = 1.01 * TAKE_AFTER
 """Seconds after which a store that found no room is offered again.
@@ -94,6 +97,7 @@ class Replay:
         block_bytes: bytes of one block.
         model: speeds and prices.
         hints: hints of the requests, which have read the same trace; default: none.
+        fleet: engines whose shared media the stack uses; default: none.
 
     Raises:
         ConfigError: the stack has no room for one block.
@@ -106,8 +110,9 @@ class Replay:
         block_bytes: int,
         model: ReplayModel,
         hints: TraceHints | None = None,
+        fleet: SimulatedFleet | None = None,
     ) -> None:
-        self.stack: SimulatedStack = open_simulated(stack, block_bytes, model)
+        self.stack: SimulatedStack = open_simulated(stack, block_bytes, model, fleet)
         """The manager, its tiers and their clock."""
         self._config = stack
         self._model = model
@@ -172,6 +177,15 @@ class Replay:
         for tier in self.stack.tiers:
             tier.drain(math.inf)
         self._manager.on_schedule_end()
+
+    def start_warm(self) -> float:
+        """Let time pass until the warm start is over, and return the seconds that it took."""
+        manager, clock, begun = self._manager, self._clock, self._clock.now
+        manager.on_schedule_end()
+        while manager.has_pending_work():
+            clock.now = min(max(self.stack.next_end(), clock.now + SHORTEST_WAIT), clock.now + IDLE_STEP)
+            manager.on_schedule_end()
+        return clock.now - begun
 
     # ----------------------------------------------------------------------------------------------------------- events
 

@@ -111,6 +111,9 @@ class SimulatedStore(BlockStore):
     def read_document(self, name: str) -> bytes | None:
         return self._documents.get(name)
 
+    def list_documents(self, prefix: str) -> list[str]:
+        return [name for name in self._documents if name.startswith(prefix)]
+
     def write_document(self, name: str, data: bytes) -> None:
         self._documents[name] = data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from tiering.index.shared import SharedIndex
 from tiering.index.slots import SlotIndex
 from tiering.index.tier_index import TierIndex
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.manager.warm_start import WarmStartLimits
 from tiering.medium.layers.breaker import BreakerState
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.replay.model import ReplayModel
@@ -73,6 +74,16 @@ class SimulatedTier(BlockTier):
         return self._out_of_service + (0.0 if since is None else self._clock() - since)
 
 
+@dataclass(slots=True)
+class SimulatedFleet:
+    """The shared media of engines whose stacks are opened one after the other."""
+
+    media: dict[str, SimulatedStore] = field(default_factory=dict)
+    """The medium of each shared tier, by the tier's name."""
+    engines: int = 0
+    """Number of engines so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedStack:
     """A manager with its simulated tiers."""
@@ -93,7 +104,9 @@ class SimulatedStack:
         return min([tier.io.next_end() for tier in self.tiers], default=math.inf)
 
 
-def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> SimulatedStack:
+def open_simulated(
+    stack: StackConfig, block_bytes: int, model: ReplayModel, fleet: SimulatedFleet | None = None
+) -> SimulatedStack:
     """Return the manager that ``stack`` describes, over media that are simulated.
 
     Primary tier, manager, policies, admission, budgets and indexes are those of an engine. Tiers whose options include
@@ -103,6 +116,8 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
         stack: the validated stack, of mode tiering.
         block_bytes: bytes of one block.
         model: speed of the media.
+        fleet: engines whose shared media the stack uses, and from whose published keys it starts warm if it has the
+            word ``warm_start``; default: none, and the word has no effect.
 
     Raises:
         ConfigError: a tier has no room for one block, or the stack has no tiers to replay.
@@ -118,8 +133,14 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
     # Rows of one byte: blocks have no content here.
     view = np.zeros((rows, 1), np.uint8).data
     namespace = Namespace.build(MODEL, (block_bytes,))
+    warm, words = None, stack.warm_start
+    if fleet is not None and words is not None:
+        blocks = rows if words.bytes is None else words.bytes // block_bytes
+        warm = WarmStartLimits(blocks, words.seconds, words.bandwidth / block_bytes)
+    fleet = SimulatedFleet() if fleet is None else fleet
+    fleet.engines += 1
     tiers = tuple(
-        _tier(index, options, view, namespace, block_bytes, model, clock)
+        _tier(index, options, view, namespace, block_bytes, model, clock, fleet)
         for index, options in enumerate(stack.secondary)
     )
     manager = TieringOffloadingManager(
@@ -130,6 +151,7 @@ def open_simulated(stack: StackConfig, block_bytes: int, model: ReplayModel) -> 
         reservation_deadline=stack.primary.reservation_deadline,
         keep_secondary=stack.keep_secondary,
         exclusive=stack.primary.inclusion == "exclusive",
+        warm_start=warm,
     )
     for index in range(len(tiers)):
         manager.open_tier(index, clock.now + stack.open_deadline)
@@ -144,6 +166,7 @@ def _tier(
     block_bytes: int,
     model: ReplayModel,
     clock: Clock,
+    fleet: SimulatedFleet,
 ) -> SimulatedTier:
     name = options.tier_name
     if not isinstance(options, BlockTierOptions):
@@ -151,10 +174,13 @@ def _tier(
     named = not isinstance(options, SlotOptions)
     ttl = options.ttl if isinstance(options, TtlOptions) else None
     store = SimulatedStore(name, named=named, ttl=ttl, clock=clock)
+    if named:
+        store = fleet.media.setdefault(name, store)
     compresses = isinstance(options, CompressionOptions) and options.compression != "none"
     ratio = 1.0 / model.compression_ratio if compresses else 1.0
     distance = tier_definition(options.type).distance
-    context = TierContext(name, view, (block_bytes,), namespace, clock.read, distance=distance)
+    replica = str(fleet.engines)
+    context = TierContext(name, view, (block_bytes,), namespace, clock.read, distance=distance, replica=replica)
     io = SimulatedIo(name, store, model.medium(options), options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
