@@ -21,6 +21,8 @@ MODULES = {
     "load_or_compute": "vllm_load_or_compute",
     "tier": "vllm_tier",
     "lmcache": "lmcache_l2",
+    "waiting": "vllm_waiting",
+    "warm": "vllm_warm_start",
 }
 
 
