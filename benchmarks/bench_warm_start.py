@@ -1,4 +1,4 @@
-"""Warm starts of a fleet in simulated time: hits of the CPU tier of an engine that joins others at mid-trace.
+"""Warm starts in simulated time: hits of the CPU tier of an engine that joins a fleet at mid-trace.
 
 Four engines share the requests of a trace at random until the middle of its time, and five from then on. All have a CPU
 tier with a share of the trace's distinct blocks, and one bucket. The fifth engine starts cold, or with `warm_start`,

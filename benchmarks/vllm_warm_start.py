@@ -1,4 +1,4 @@
-"""Time to the first token of 50 known prompts: a new process that starts warm beside an engine that has run for long.
+"""Time to the first token of known prompts: a warm start beside an engine that has run for long.
 
 The model is a Llama of 6 layers, hidden size 512, float32, on vLLM's CPU platform, in one process per engine. Prompts
 have 256 tokens, eight blocks each. The first engine computes them with a bucket behind it, publishes what it used, and
@@ -38,7 +38,7 @@ SHAPE = {
     "num_attention_heads": HEADS,
     "num_key_value_heads": HEADS,
 }
-"""Words of the model's configuration that differ from those of :func:`benchmarks.vllm_engine.write_model`."""
+"""Words of the model that differ from those of :func:`benchmarks.vllm_engine.write_model`."""
 BLOCK_BYTES = BLOCK * LAYERS * 2 * HIDDEN * 4
 LENGTH, PROMPTS, TOKENS = 256, 50, 4
 ROWS = 2 * PROMPTS * (LENGTH // BLOCK)

@@ -74,7 +74,7 @@ def expect(table: BlockTable, clock: FakeClock, *keys: bytes, after: float, shar
 
 
 def busy(*, idle: bool = False) -> tuple[BlockTable, FakeClock]:
-    """Return a table of KEYS[8:16] whose rows were evicted within 10 s, and used at once unless they are idle."""
+    """Return a table of KEYS[8:16]: all rows were evicted within 10 s, and used at once unless idle."""
     table, clock = filled("lru", 8), FakeClock()
     keep(table, clock, KEYS[0], seconds=1.0)
     clock.advance(10.0)

@@ -75,9 +75,11 @@ def write_tokenizer(model: Path) -> Path:
     """Add a tokenizer with one word for each token to the model at ``model``, and return ``model``."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(WordLevel({f"word{number}": number for number in range(VOCABULARY)}, unk_token="word0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word1").save_pretrained(model)
     return model
 

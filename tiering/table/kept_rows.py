@@ -42,7 +42,7 @@ AHEAD = 256
 """Quotient of all rows and those that a search past kept rows evicts ahead of need at most."""
 
 MOST_IDLE = 2.0
-"""Quotient of the time for which own rows are kept at most, and of the mean time between two uses of a row.
+"""Quotient of the longest time of own rows and of the mean time between two uses of a row.
 
 An average row is used more often than those that would be evicted next, for which the kept ones take the room.
 """
@@ -278,7 +278,7 @@ class Keeping:
         return kept.is_own and kept.seconds > EXPECT_FACTOR * latest
 
     def take_late(self) -> Rows:
-        """Return the own rows that yielded and whose session returns too late, the last one to be evicted first."""
+        """Return the own rows that yielded and whose session returns too late, the first victim last."""
         yielded, self.retained.yielded = self.retained.yielded, []
         latest = self._clock() + EXPECT_FACTOR * self.evictions.seconds
         late = [rows[~self.pinned.are_kept(rows)] for end, rows in yielded if end > latest]
