@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.harness import Bench, Sample, cpu_seconds
 
 SHAPES = {"4 MiB": (4 << 20, 16, 6, "2MiB", "128MiB"), "256 KiB": (256 << 10, 64, 17, "256KiB", "96MiB")}
-"""Name of the objects' size → bytes, objects of a task, tasks with the first one, ``block_bytes``, ``primary``."""
+"""Name of the objects' size → bytes, objects of a task, tasks, ``block_bytes``, ``primary``."""
 
 
 def lacks() -> str:

@@ -64,8 +64,8 @@ def run(bench: Bench) -> None:
                 for load, on, one in _rounds(bench, model, place, server, start):
                     found.setdefault((load, on), []).append(one)
             for load in LOADS:
-                off, on = found[load, False], found[load, True]
-                for name, mine in (("off", off), ("on", on)):
+                without, early = found[load, False], found[load, True]
+                for name, mine in (("off", without), ("on", early)):
                     every = sorted(seconds * 1e3 for one in mine for seconds in one.ttft)
                     rows.append((
                         place,
@@ -77,7 +77,7 @@ def run(bench: Bench) -> None:
                         statistics.median(one.seconds for one in mine),
                         statistics.fmean(one.read for one in mine),
                     ))  # fmt: skip
-                pairs = zip(on, off, strict=True)
+                pairs = zip(early, without, strict=True)
                 ratio = statistics.median(statistics.fmean(a.ttft) / statistics.fmean(b.ttft) for a, b in pairs)
                 ratios[f"{place}, {load}"] = ratio
                 rows.append((place, load, "on by off", "", ratio, "", "", ""))

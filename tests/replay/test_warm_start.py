@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.replay.traces import BLOCK_BYTES, BLOCK_TOKENS, request
@@ -13,13 +15,13 @@ from tiering.replay.stack import SimulatedFleet
 TIERS = {"secondary": [{"type": "s3", "bucket": "kv-cache"}]}
 
 
-def engine(fleet: SimulatedFleet | None, rows: int = 8, **words: object) -> Replay:
+def engine(fleet: SimulatedFleet | None, rows: int = 8, **words: Any) -> Replay:
     stack = load_stack({"primary": {"capacity": rows * BLOCK_BYTES}, **TIERS, **words})
     return Replay(stack, BLOCK_TOKENS, BLOCK_BYTES, ReplayModel(), fleet=fleet)
 
 
 @pytest.mark.parametrize(("words", "hits"), [({}, [0, 4]), ({"warm_start": {}}, [4, 0])])
-def test_a_new_engine_hits_its_cpu_tier_only_if_it_starts_warm(words: dict[str, object], hits: list[int]) -> None:
+def test_a_new_engine_hits_its_cpu_tier_only_if_it_starts_warm(words: dict[str, Any], hits: list[int]) -> None:
     fleet = SimulatedFleet()
     engine(fleet, warm_start={}).run([request(0, range(4)), request(50, range(4))])
     new = engine(fleet, **words)
