@@ -16,8 +16,8 @@ from tests.vllm.rig import BLOCK, BLOCK_BYTES
 from tests.vllm.server import Server, serve, until
 
 REPEATED = 12
-TOKENS = 3 * BLOCK + 4
-"""Tokens of a prompt of three whole blocks, at least."""
+WORDS = 3 * BLOCK + 4
+"""Words of a prompt of three whole blocks or more: some words are two tokens."""
 TEMPLATE = f"{{% for message in messages %}}{{{{ (message['content'] + ' ') * {REPEATED} }}}}{{% endfor %}}"
 """A template that repeats each message, so that a short one fills a block."""
 OWN_FIELD = importlib.util.find_spec("vllm.v1.kv_hints") is not None
@@ -48,17 +48,23 @@ def words(count: int, *seed: object) -> str:
     return " ".join(f"word{dice.randrange(2, VOCABULARY)}" for _ in range(count))
 
 
-def chat(asking: Any, text: str, **extra: Any) -> None:
+def chat(asking: Any, text: str, **extra: Any) -> int:
+    """Ask, and return the number of the prompt's tokens."""
     messages = [{"role": "user", "content": text}]
-    asking.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=extra)
+    answer = asking.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=extra)
+    return int(answer.usage.prompt_tokens)
 
 
-def completion(asking: Any, text: str, **extra: Any) -> None:
-    asking.completions.create(model="tiny", prompt=text, max_tokens=2, extra_body=extra)
+def completion(asking: Any, text: str, **extra: Any) -> int:
+    """Ask, and return the number of the prompt's tokens."""
+    answer = asking.completions.create(model="tiny", prompt=text, max_tokens=2, extra_body=extra)
+    return int(answer.usage.prompt_tokens)
 
 
-def response(asking: Any, text: str, **extra: Any) -> None:
-    asking.responses.create(model="tiny", input=text, max_output_tokens=2, store=False, extra_body=extra)
+def response(asking: Any, text: str, **extra: Any) -> int:
+    """Ask, and return the number of the prompt's tokens."""
+    answer = asking.responses.create(model="tiny", input=text, max_output_tokens=2, store=False, extra_body=extra)
+    return int(answer.usage.input_tokens)
 
 
 def released(server: Server) -> tuple[float, float]:
@@ -77,23 +83,22 @@ def over(session: str) -> dict[str, Any]:
 @pytest.mark.parametrize("carrier", ["field", "header", "extra argument"])
 @pytest.mark.parametrize(("ask", "repeated"), [(chat, REPEATED), (completion, 1), (response, REPEATED)])
 def test_a_session_is_named_and_released_by_each_kind_of_request(
-    server: Server, ask: Callable[..., None], repeated: int, carrier: str
+    server: Server, ask: Callable[..., int], repeated: int, carrier: str
 ) -> None:
-    session, text = f"{ask.__name__} {carrier}", words(-(-TOKENS // repeated), ask.__name__, carrier)
+    session, text = f"{ask.__name__} {carrier}", words(-(-WORDS // repeated), ask.__name__, carrier)
     asking, before = client(server), released(server)
     if carrier == "header":
-        ask(asking.with_options(default_headers={"X-Session-ID": session}), text)
+        tokens = ask(asking.with_options(default_headers={"X-Session-ID": session}), text)
     else:
-        ask(
-            asking, text, **({"session_id": session} if carrier == "field" else {"vllm_xargs": {"session_id": session}})
-        )
+        named = {"session_id": session}
+        tokens = ask(asking, text, **(named if carrier == "field" else {"vllm_xargs": named}))
     ask(asking, "word2", **over("a session that nobody has named"))
     assert released(server) == before
     ask(asking, "word2", **over(session))
     until(lambda: released(server)[0] > before[0], 60, "the release")
     sessions, of_them = released(server)
     assert sessions == before[0] + 1
-    assert of_them >= before[1] + 3
+    assert of_them == before[1] + tokens // BLOCK
 
 
 def test_the_example_of_the_guide_ends_its_session(server: Server) -> None:
