@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.api.keys import OffloadKey
-from tiering.primary.manager import Claims
+from tiering.primary.claims import Claims
 from tiering.testing.keys import keys_of
 
 A, B, C = keys_of(*range(3))
