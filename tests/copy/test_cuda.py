@@ -103,6 +103,30 @@ def test_large_pieces_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [call.name for call in api.calls] == expected
 
 
+@pytest.mark.parametrize("limit", [40, 48, 79])
+def test_a_job_of_staged_and_direct_groups_ends_with_both(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """A row that is loaded before the bus has written it would have the bytes of another block."""
+    monkeypatch.setattr(cuda, "_DIRECT_BYTES", limit)
+    api, cache = FakeCuda(instant=False), kv.two_groups()  # blocks of 80 and of 40 bytes
+    layout = RowLayout.of(cache)
+    pinned = PinnedRows(SharedRegion.create(20, layout.row_bytes).array, api)
+    with api.watched():
+        store, load = (
+            CudaCopyHandler(cache, pinned, layout, way, api.kernel, batch=api.batch(), maps_rows=True)
+            for way in Direction
+        )
+        rows = CPULoadStoreSpec([1, 2, 3, 4])
+        assert store.transfer_async(1, (GPULoadStoreSpec([1, 2, 3, 4], [2, 2], [0, 0]), rows))
+        store.wait([1])
+        assert [result.success for result in store.get_finished()] == [True]
+        assert load.transfer_async(2, (rows, GPULoadStoreSpec([11, 12, 13, 14], [2, 2], [0, 0])))
+        load.order_before_compute([2])
+        for tensor in cache.tensors:
+            api.write(tensor.tensor[11:15])
+    assert {call.name for call in api.calls} >= {"gather", "direct gather", "batch", "direct scatter"}
+    assert api.races == []
+
+
 @pytest.mark.parametrize("maps_rows", [False, True])
 def test_rows_that_are_not_pinned_are_copied_by_torch_alone(maps_rows: bool) -> None:
     """A batched copy and a kernel need addresses that the device may use."""

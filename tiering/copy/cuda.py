@@ -184,7 +184,10 @@ class CudaCopyHandler(PlannedHandler):
     def _submit(self, orders: list[Order]) -> None:
         self._rows.agree(self._device)
         compute = self._api.current_stream(self._device)
-        chunks = chunks_of(orders, self._capacity.__getitem__)
+        # The bus goes last: the end of a job's last chunk is then the end of its chunks on both streams.
+        chunks = sorted(
+            chunks_of(orders, self._capacity.__getitem__), key=lambda chunk: not self._is_direct(chunk.pages.group)
+        )
         begin = self._api.Event(enable_timing=True)
         with self._api.stream(self._kernels):
             numbers = self._upload([self._numbers(chunk.pages) for chunk in chunks])
