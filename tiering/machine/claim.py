@@ -68,7 +68,6 @@ class KeptRegion(SharedRegion):
             sides: number of claims of the engine.
             mark: as in :meth:`SharedRegion.open_shared`.
             share: as in :meth:`SharedRegion.open_shared`.
-        in_background: as in :meth:`SharedRegion.open_shared`.
             in_background: as in :meth:`SharedRegion.open_shared`.
 
         Raises:
