@@ -83,18 +83,18 @@ class FollowedHints:
             if not keys:
                 continue
             if bounds.retain or action.name != EXPECT:
-                kept += bounds.kept(action, keys, state.hints.tenant, self._own(action, state.hints.session))
+                kept += bounds.kept(action, keys, state.hints.tenant, self._own(action, state.hints.session, keys))
             if may_prefetch and action.name == EXPECT and action.seconds <= bounds.longest:
                 after = PREFETCH_AT * action.seconds
                 self._manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after, has_holes=True)
         return kept
 
-    def _own(self, action: KeepAction, session: SessionId | None) -> frozenset[OffloadKey]:
-        """Return the blocks that only the session of an *expect* uses; ``session`` is that of the request."""
+    def _own(self, action: KeepAction, session: SessionId | None, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return those of ``keys`` that only the session of an *expect* uses; ``session`` is that of the request."""
         session = session if action.session is None else action.session
         if session is None or action.name != EXPECT:
             return frozenset()
-        return self.sessions.own_blocks_of(session)
+        return self.sessions.own_of(session, keys)
 
     def released(self, state: RequestState) -> list[OffloadKey]:
         """Return the blocks of the sessions that end with a request and that no other session shares."""

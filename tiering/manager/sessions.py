@@ -97,9 +97,9 @@ class Sessions:
         keys = self._sessions.get(session_id, ())
         return (keys,) if isinstance(keys, bytes) else keys
 
-    def own_blocks_of(self, session_id: SessionId) -> frozenset[OffloadKey]:
-        """Return the blocks that a session has computed and that no other session or request uses."""
-        return frozenset(key for key in self.blocks_of(session_id) if self._users.get(key) == session_id)
+    def own_of(self, session_id: SessionId, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return those of ``keys`` that a session has computed and that no other session or request uses."""
+        return frozenset([key for key in keys if self._users.get(key) == session_id])
 
     def clear(self) -> None:
         """Drop all sessions, because a reset has dropped their blocks."""
