@@ -153,6 +153,21 @@ class TestTokens:
         ]
         assert causes == [MissCause.OTHER_ADAPTER, MissCause.NEW]
 
+    def test_tokens_that_an_engine_appends_to_a_waiting_prompt_leave_the_bound_of_the_queue(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An engine appends what it samples to the tokens that wait by reference."""
+        monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 20)
+        explainer, growing = make_explainer(), list(self.TOKENS)
+        explainer.ended("a", THEIRS, Prompt(growing, "", "french"))
+        growing += range(1000)
+        explainer.settle()
+        explainer.ended("b", THEIRS, Prompt(self.TOKENS, "", "french"))
+        explainer.ended("c", keys_of(*range(200, 204)), Prompt(range(50, 67), "", "french"))  # no room
+        explainer.settle()
+        cause = compute(explainer, "d", keys_of(*range(300, 304)), Prompt(range(50, 67))).spans[0].cause
+        assert cause is MissCause.NEW
+
     def test_a_reset_drops_the_tokens(self) -> None:
         explainer = make_explainer()
         compute(explainer, "a", THEIRS, Prompt(self.TOKENS, "", "french"))

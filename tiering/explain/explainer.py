@@ -161,10 +161,11 @@ class Explainer:
 
     def _bounded(self, prompt: Prompt) -> Prompt:
         """Return a prompt, without its tokens while too many blocks or tokens wait."""
-        if self._is_late or self._tokens_noted - self._tokens_taken + len(prompt.tokens) > MAX_WAITING_TOKENS:
+        waiting = len(prompt.tokens)
+        if self._is_late or self._tokens_noted - self._tokens_taken + waiting > MAX_WAITING_TOKENS:
             return NO_PROMPT
-        self._tokens_noted += len(prompt.tokens)
-        return prompt
+        self._tokens_noted += waiting
+        return prompt._replace(waiting=waiting)
 
     def events(self, events: Iterable[OffloadingEvent]) -> None:
         """Note events of the tiers, in their order."""
@@ -212,10 +213,10 @@ class Explainer:
         """Process all notes so far."""
         for _ in range(len(self._queue)):
             note = self._queue.popleft()
-            size = len(note.tokens.tokens) if isinstance(note, Missed | _Ended) else 0
             self._process(note)
             self._taken += 1 + len(getattr(note, "keys", ()))
-            self._tokens_taken += size
+            if isinstance(note, Missed | _Ended):
+                self._tokens_taken += note.tokens.waiting
 
     def answer(self, req_id: str) -> Explanation | None:
         """Return the explanation of a request; None if it has none, or has dropped out.

@@ -36,6 +36,8 @@ class Prompt(NamedTuple):
     """Cache salt."""
     adapter: str = ""
     """Name and content of the adapter; empty without one."""
+    waiting: int = 0
+    """Tokens that count in the explainer's queue; the engine may append more to them meanwhile."""
 
 
 NO_PROMPT = Prompt()
