@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.thread_limit import ThreadLimit
 from tiering import ModelIdentity, load_stack, make_offload_key, open_manager
-from tiering.engines.exchange import BlockExchange
+from tiering.engines.exchange import BlockExchange, _Load
 from tiering.errors import TierUnavailableError
 from tiering.testing.clock import until
 
@@ -112,6 +112,32 @@ def test_a_deadline_ends_a_call_during_a_copy_and_its_rows_are_of_use_again() ->
         assert len(found[0]) == 2
         assert until(lambda: not exchange._calls and not exchange._lent)
         assert exchange.store(KEYS[2:10], write) == [True] * 8
+
+
+class Interrupting:
+    """The replies of a call whose caller is interrupted once rows are lent to it."""
+
+    def __init__(self) -> None:
+        self.lent = threading.Event()
+
+    def put(self, reply: object) -> None:
+        self.lent.set()
+
+    def get(self, timeout: float) -> None:
+        self.lent.wait()
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_gives_its_rows_back() -> None:
+    with running() as exchange:
+        exchange.store(KEYS[:4], write)
+        call = _Load(*exchange._start(KEYS[:4]))
+        call.replies = Interrupting()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            exchange._await(call, write, None)
+        exchange.held(KEYS[:1])  # behind the messages so far
+        assert not exchange._lent
+        assert not exchange._calls
 
 
 def test_a_stop_waits_for_a_copy_and_leaves_its_memory_mapped() -> None:

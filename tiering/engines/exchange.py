@@ -250,21 +250,25 @@ class BlockExchange(ManagerMailbox):
             return call.results
         self._mailbox.put((self._begin, (call,)))
         due = call.began + self._deadline if due is None else due
-        while (left := due - self._clock()) > 0 and not self.failed:
-            try:
-                loan = call.replies.get(timeout=min(left, LOOK_SECONDS))
-            except Empty:
-                continue
-            if loan is None:
-                return call.results
-            copied = False
-            try:
-                if copy is not None:
-                    for position, row in zip(loan.positions, loan.rows, strict=True):
-                        copy(position, self._rows[row])
-                copied = True
-            finally:
-                self._mailbox.put((self._returned, (call, loan, copied)))
+        try:
+            while (left := due - self._clock()) > 0 and not self.failed:
+                try:
+                    loan = call.replies.get(timeout=min(left, LOOK_SECONDS))
+                except Empty:
+                    continue
+                if loan is None:
+                    return call.results
+                copied = False
+                try:
+                    if copy is not None:
+                        for position, row in zip(loan.positions, loan.rows, strict=True):
+                            copy(position, self._rows[row])
+                    copied = True
+                finally:
+                    self._mailbox.put((self._returned, (call, loan, copied)))
+        except BaseException:  # such as an interruption of the wait, after which nobody would return the rows
+            self._mailbox.put((self._drop, (call,)))
+            raise
         self._mailbox.put((self._drop, (call,)))
         return list(call.results)  # the thread may still write into its own list
 
