@@ -69,4 +69,4 @@ def test_a_replay_with_hints_shows_the_optimum_of_its_memory(tmp_path: Path) -> 
         model = ReplayModel(hinted_sessions=share, device_cache=1 << 20)
         head, rows = table(run_study(trace, stacks, model, 1 << 20))
         assert len({len(row) for row in [head, *rows]}) == 1
-        assert [rows[0][at] for at, name in enumerate(head) if name == "optimum"] == expected
+        assert [rows[0][at] for at, name in enumerate(head) if name == "cpu optimum"] == expected

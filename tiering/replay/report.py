@@ -201,7 +201,7 @@ def table(study: Study) -> tuple[list[str], list[list[str]]]:
     """Return the heading and the rows of all results; the last row has no tiers."""
     swept, names = list(study.results[0].settings), [tier.name for tier in study.results[0].tiers]
     bounded = study.model.hinted_sessions > 0
-    head = [*swept, *names, "hits", *["optimum"] * bounded, "TTFT mean", "p50", "p99", "written"]
+    head = [*swept, *names, "hits", *["cpu optimum"] * bounded, "TTFT mean", "p50", "p99", "written"]
     head += ["saved/month", "tiers/month", "net/month"]
     rows = []
     for result in study.results:
