@@ -181,6 +181,9 @@ class TestTokens:
             compute(explainer, name, THEIRS, Prompt(self.TOKENS, "", name))
         assert len(explainer._prompts._adapters) == 2
         assert compute(explainer, "b", MINE, Prompt(self.TOKENS)).spans[0].cause is MissCause.OTHER_ADAPTER
+        explainer.reset()
+        compute(explainer, "c", THEIRS, Prompt(self.TOKENS, "", "one too many"))
+        assert compute(explainer, "d", MINE, Prompt(self.TOKENS)).spans[0].cause is MissCause.OTHER_ADAPTER
 
 
 class TestBounds:

@@ -78,8 +78,9 @@ class PastPrompts:
         self._kept_tokens = 0
 
     def clear(self) -> None:
-        """Drop all blocks and tokens."""
+        """Drop all blocks, tokens and adapters."""
         self._hashes.fill(0)
+        self._adapters.clear()
         self._kept.clear()
         self._kept_tokens = 0
 
