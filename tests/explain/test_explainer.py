@@ -141,6 +141,19 @@ class TestTokens:
         assert (parted.cause, parted.token) == (MissCause.DIVERGED, None)
         assert explainer._prompts._kept_tokens <= 20
 
+    @pytest.mark.parametrize(("salt", "token"), [("mine", 10), ("theirs", None)])
+    def test_the_token_never_comes_from_another_salt(
+        self, monkeypatch: pytest.MonkeyPatch, salt: str, token: int | None
+    ) -> None:
+        """The numbers of requests have all been used, and the next request has that of the first one."""
+        monkeypatch.setattr(past_prompts, "_NUMBERS", 1)
+        explainer = make_explainer()
+        compute(explainer, "a", MINE, Prompt(self.TOKENS, "mine"))
+        compute(explainer, "b", THEIRS, Prompt([*self.TOKENS[:12], *range(90, 95)], salt))
+        other = Prompt([*self.TOKENS[:10], *range(80, 87)], "mine")
+        (_, parted, _) = compute(explainer, "c", [*MINE[:2], *keys_of(300, 301)], other).spans
+        assert (parted.cause, parted.token) == (MissCause.DIVERGED, token)
+
     def test_tokens_beyond_the_bound_of_the_queue_are_not_examined(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 20)
         explainer = make_explainer()

@@ -25,6 +25,7 @@ _PIECE = 2048
 _ADAPTER_BITS = 12
 _NUMBERS = 1 << (32 - _ADAPTER_BITS)
 _ADAPTER = (1 << _ADAPTER_BITS) - 1
+_NO_HASHES: Hashes = np.empty(0, np.uint64)
 
 
 class Prompt(NamedTuple):
@@ -53,6 +54,8 @@ class Digest(NamedTuple):
     """Hash of each whole block."""
     adapter: int
     """Number of the adapter."""
+    salt: int
+    """Hash of the salt."""
 
 
 class PastPrompts:
@@ -74,7 +77,7 @@ class PastPrompts:
         self._factors = np.frombuffer(secrets.token_bytes(24), np.uint64) | np.uint64(1)
         self._adapters: dict[str, int] = {}
         self._number = 0
-        self._kept: dict[int, NDArray[np.int32]] = {}
+        self._kept: dict[int, Digest] = {}
         self._kept_tokens = 0
 
     def clear(self) -> None:
@@ -111,7 +114,7 @@ class PastPrompts:
             hashes.append(sums[size - 1 :: size])
         found = np.concatenate(hashes)
         found[found == 0] = 1
-        return Digest(np.concatenate(parts), found, adapter)
+        return Digest(np.concatenate(parts), found, adapter, int(salt[0]))
 
     def add(self, digest: Digest) -> None:
         """Record that a request with these tokens has computed or loaded all its blocks."""
@@ -119,11 +122,13 @@ class PastPrompts:
         self._number = (self._number + 1) % _NUMBERS
         self._hashes[places] = digest.hashes
         self._owners[places] = np.uint32(self._number << _ADAPTER_BITS | digest.adapter)
-        self._kept_tokens -= len(self._kept.pop(self._number, ()))
-        self._kept[self._number] = tokens = digest.tokens[:MAX_TOKENS]
+        if replaced := self._kept.pop(self._number, None):
+            self._kept_tokens -= len(replaced.tokens)
+        tokens = digest.tokens[:MAX_TOKENS]
+        self._kept[self._number] = digest._replace(tokens=tokens, hashes=_NO_HASHES)
         self._kept_tokens += len(tokens)
         while self._kept_tokens > MAX_TOKENS:
-            self._kept_tokens -= len(self._kept.pop(next(iter(self._kept))))
+            self._kept_tokens -= len(self._kept.pop(next(iter(self._kept))).tokens)
 
     def adapters(self, digest: Digest, first: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return for each block from ``first`` on whether this adapter, and whether another one, had it last."""
@@ -145,9 +150,11 @@ class PastPrompts:
         known, owners = self._find(digest.hashes[max(block - 1, 0) : block])
         if not known.any() or int(owners[0]) & _ADAPTER != digest.adapter:
             return None
-        before, start, end = (block - 1) * size, block * size, (block + 1) * size
-        theirs, ours = self._kept.get(int(owners[0]) >> _ADAPTER_BITS, digest.tokens[:0]), digest.tokens
-        if not np.array_equal(theirs[before:start], ours[before:start]):
+        start, end, kept = block * size, (block + 1) * size, self._kept.get(int(owners[0]) >> _ADAPTER_BITS)
+        if kept is None or kept.salt != digest.salt:
+            return None
+        theirs, ours = kept.tokens, digest.tokens
+        if not np.array_equal(theirs[:start], ours[:start]):
             return None  # the number has been used again
         both = min(len(theirs), len(ours), end) - start
         differs = np.flatnonzero(theirs[start : start + both] != ours[start : start + both])
