@@ -114,6 +114,17 @@ def test_refusals_are_counted(service: MachineService, url: str) -> None:
     assert sample(url).manager["service_refusals"] == 1
 
 
+def test_counters_of_a_service_that_hangs_do_not_go_back(tmp_path: Path) -> None:
+    with service_in_thread(tmp_path / "cache.sock", MEMORY) as service:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(str(service.path))
+            stranger.send(b"nothing of the kind")
+            stranger.recv(4096)
+        assert service.look(30.0).service.service_refusals == 1
+    counts = service.look(0.05).service
+    assert (counts.service_responsive, counts.service_refusals) == (0, 1)
+
+
 def test_top_shows_the_engines_of_a_service(service: MachineService, url: str) -> None:
     one = SmallEngine(service.path)
     try:

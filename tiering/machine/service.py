@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -101,6 +102,8 @@ class MachineService:
         self._refusals = RateLimit(_LOG_SECONDS, clock)
         self._refused = 0
         self._looks: deque[Future[ServiceLook]] = deque()
+        self._counts = ServiceCounts()
+        """Counts at the last look."""
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
         self.regions = Regions(self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers)
         """The rows that outlive engines."""
@@ -130,9 +133,10 @@ class MachineService:
             os.write(self._wake_write, b"x")
 
     def look(self, seconds: float) -> ServiceLook:
-        """Return the counts; those of a service whose thread does not answer within ``seconds`` are 0.
+        """Return the counts; those of the last look if the service's thread does not answer within ``seconds``.
 
-        Any thread but the service's may call.
+        Counters must not go back: a rise after the hang would count what was counted before. Any thread but the
+        service's may call.
         """
         look: Future[ServiceLook] = Future()
         self._looks.append(look)
@@ -141,7 +145,7 @@ class MachineService:
             return look.result(seconds)
         except TimeoutError:
             look.cancel()
-            return ServiceLook(ServiceCounts())
+            return ServiceLook(replace(self._counts, service_responsive=0))
 
     def _counted(self) -> ServiceLook:
         tiers = {
@@ -152,7 +156,7 @@ class MachineService:
         engines: dict[EngineOfTier, EngineCounts] = {}
         for peer in self._peers.values():
             peer.add_counts(engines)
-        counts = ServiceCounts(
+        self._counts = ServiceCounts(
             service_responsive=1,
             service_connections=len(self._peers),
             service_refusals=self._refused,
@@ -163,7 +167,7 @@ class MachineService:
             service_kept_blocks=self.regions.blocks,
             service_inherited_blocks=self.regions.handed_over,
         )
-        return ServiceLook(counts, tiers, engines)
+        return ServiceLook(self._counts, tiers, engines)
 
     def stop(self) -> None:
         """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call."""
