@@ -353,6 +353,7 @@ class WrittenMarks:
                 return None
             marked |= found
         newest = max(later)
+        known = self._read(newest) or set()
         try:
             fd = self._files.open(self._path(newest), os.O_RDWR)
         except OSError as error:
@@ -362,7 +363,7 @@ class WrittenMarks:
             if error.errno != errno.EROFS:
                 raise
             return marked
-        self._use(newest, fd, self._read(newest) or set())
+        self._use(newest, fd, known)
         return marked
 
     def drop_before(self, generation: int) -> None:

@@ -49,6 +49,31 @@ def test_an_end_in_the_middle_of_recovery_leaves_no_thread(tmp_path: Path, monke
         assert again.load(K[:30]) == K[:30]
 
 
+def test_marks_that_memory_is_too_short_for_leave_no_descriptor(tmp_path: Path) -> None:
+    class Short(Files):
+        opened = left = 0
+
+        def open(self, path: Path, flags: int) -> int:
+            self.opened += 1
+            return super().open(path, flags)
+
+        def read_all(self, path: Path, limit: int) -> memoryview:
+            self.left -= 1
+            if not self.left:
+                raise MemoryError
+            return super().read_all(path, limit)
+
+    files = Short()
+    segments = Segments(tmp_path, SegmentGeometry(SLOT_BYTES, 16, 2), files)
+    marks = WrittenMarks(segments, durable=False)
+    generation = marks.begin()
+    marks.close()
+    files.opened, files.left = 0, 2
+    with pytest.raises(MemoryError):
+        WrittenMarks(segments, durable=False).resume(generation)
+    assert files.opened == 0
+
+
 def test_marks_that_are_lost_are_not_taken_for_new_ones(tmp_path: Path) -> None:
     geometry = SegmentGeometry(SLOT_BYTES, 16, 2)
     marks = WrittenMarks(Segments(tmp_path, geometry, Files()), durable=False)
