@@ -1,7 +1,7 @@
 """A place for the first pipeline stage's result, which vLLM's CPU build lacks.
 
 vLLM's runner for GPUs makes this place in a run with dummy tokens, which the CPU build leaves out: without it, the
-second stage ends in an assertion at the first request, with or without a connector.
+second stage ends in an assertion at the first request, with or without a connector. Each worker imports this module.
 
 While the file that ``KV_TEST_SWAPPED_STAGES`` names exists, loads take the pages of the other of two stages.
 """

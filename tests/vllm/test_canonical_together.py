@@ -1,4 +1,4 @@
-"""Canonical blocks of two engines that run at the same time over one bucket."""
+"""Canonical blocks of engines with one and two workers that run at the same time over one bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.vllm.test_canonical_rows import ALL, FIRST, SECOND, negative_control,
 pytestmark = pytest.mark.slow
 
 THIRD = [[*FIRST[0][:96], *SECOND[0]], [*SECOND[1][:96], *FIRST[1]]]
-"""Prompts; each engine has computed another part of them."""
+"""Prompts with a beginning that one engine has computed, and an end that the other one has."""
 
 
 def beside(server: Server, prompts: list[list[int]], action: Callable[[], Any]) -> tuple[list[Answer], Any]:

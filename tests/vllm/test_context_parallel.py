@@ -44,7 +44,7 @@ BLOCK, BLOCKS, FULL = 16, 24, 3
 
 @dataclass(frozen=True)
 class Case:
-    """One deployment: ``ranks`` workers; ``context`` neighbours share the tokens of a head."""
+    """One deployment: among its ``ranks`` workers, ``context`` neighbours share the tokens of a head."""
 
     ranks: int
     context: int
@@ -257,7 +257,7 @@ def test_each_rank_gets_its_tokens_back_in_other_blocks(machine: Machine) -> Non
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
 def test_tokens_of_a_block_are_in_the_same_block_on_all_ranks(interleave: int) -> None:
-    """The place of a token in vLLM's kernels, beside the mapping of its connector."""
+    """The formula of vLLM's kernels for a token's slot agrees with the mapping of its connector."""
     case = Case(4, 2, interleave, heads=2)
     machine = Machine(case)
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +32,6 @@ from tiering.copy.canonical import canonicalize
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 from tiering.engines.vllm.geometry import Geometry, cache_bytes, layout_of, read_geometry
-from tiering.engines.vllm.stages import stages_of_engine
 from tiering.errors import ConfigError
 
 try:
@@ -242,34 +240,3 @@ def test_rows_of_vllm_s_own_tiering_stay_in_their_engine_if_there_are_stages() -
     found = _identified(spec, 4096, None)
     assert found.model.weights == "engine engine"
     assert "the first stage only" in found.reason
-
-
-class Executor:
-    """vLLM's executor, whose workers have exchanged ``found``."""
-
-    def __init__(self, *found: Any) -> None:
-        self.found = found
-
-    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
-        return [method(stages, *args) for stages in self.found]
-
-
-class Core:
-    """vLLM's engine core, which builds the scheduler's connector."""
-
-    def __init__(self, executor: Any) -> None:
-        self.model_executor = executor
-
-    def stages(self, count: int) -> tuple[Any, ...]:
-        parallel = SimpleNamespace(pipeline_parallel_size=count)
-        return stages_of_engine("first", parallel, sys._getframe(), lambda found, engine_id: found, "engine")
-
-
-def test_the_scheduler_has_the_stages_that_all_workers_agree_on() -> None:
-    both = ("first", "second")
-    assert Core(Executor(both, both)).stages(2) == both
-    assert Core(None).stages(1) == ("first",)
-    with pytest.raises(ConfigError, match="different KV-cache configurations"):
-        Core(Executor(both, ("first", "other"))).stages(2)
-    with pytest.raises(ConfigError, match="executor is not found"):
-        Core(None).stages(2)

@@ -48,7 +48,7 @@ class Direction(Enum):
 
 
 def blocks_per_group(kv_caches: CanonicalKVCaches) -> tuple[int, ...]:
-    """Return the number of GPU blocks of each KV-cache group, that of its smallest tensor, or 0."""
+    """Return the number of GPU blocks of each KV-cache group's smallest tensor; 0 for one without tensors."""
     return tuple(
         min((int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs), default=0)
         for refs in kv_caches.group_data_refs

@@ -36,7 +36,7 @@ class RowLayout:
     page_bytes: tuple[tuple[int, ...], ...]
     """Unpadded page sizes of one rank: one tuple per KV-cache group, one size per ref of the group.
 
-    A group whose layers all belong to other pipeline stages has no sizes.
+    A group has no sizes if only other pipeline stages have layers of it.
     """
     block_size_factor: int = 1
     """GPU blocks in one offloaded block."""
@@ -55,7 +55,7 @@ class RowLayout:
     None: ranks lie side by side.
     """
     stage_bytes: tuple[tuple[int, ...], ...] = ()
-    """Bytes of a GPU block on one rank of each pipeline stage, per group; empty (default): one stage."""
+    """Bytes of a GPU block on one rank of each pipeline stage, per group; default: there is one stage."""
 
     def __post_init__(self) -> None:
         sizes = [size for pages in self.page_bytes for size in pages]

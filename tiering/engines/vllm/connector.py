@@ -71,6 +71,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.sched import output as scheduler_output  # noqa: E402
 
@@ -112,7 +113,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         check_stages(vllm_config)
         # Before all that may fail on some workers only: the others would wait for them.
         self.stages = (
-            stages_of_worker(kv_cache_config, parallel)
+            stages_of_worker(kv_cache_config, parallel, get_pp_group)
             if is_worker
             else stages_of_engine(kv_cache_config, parallel, sys._getframe(1), _stages_here, self._claim[0])
         )

@@ -28,6 +28,7 @@ NEEDED = (
     (f"{_V1}.metrics", "KVConnectorStats"),
     ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory"),
     ("vllm.distributed.kv_events", "BlockStored BlockRemoved"),
+    ("vllm.distributed.parallel_state", "get_pp_group"),
     ("vllm.platforms", "current_platform"),
     ("vllm.v1.core.kv_cache_utils", "DEFAULT_NONE_HASH_SEED maybe_convert_block_hash resolve_kv_cache_block_sizes"),
     ("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind"),

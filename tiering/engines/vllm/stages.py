@@ -5,7 +5,7 @@ theirs while vLLM builds their connectors, which it does in all of them together
 after them, and takes the configurations from the workers through vLLM's executor. No configuration is exchanged if
 there is one stage.
 
-The functions import vLLM and torch when they are called.
+Nothing here imports vLLM; its objects are read by attribute.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch.distributed import all_gather_object
+
 from tiering.errors import ConfigError
 
 _DEPTH = 12
 """Number of callers whose local variables are examined."""
 
 
-def stages_of_worker(kv_cache_config: Any, parallel: Any) -> tuple[Any, ...]:
+def stages_of_worker(kv_cache_config: Any, parallel: Any, group_of_stages: Callable[[], Any]) -> tuple[Any, ...]:
     """Return the configuration of each stage. All workers must call this function together.
 
     Args:
         kv_cache_config: the configuration of this worker's stage.
         parallel: vLLM's configuration of parallelism.
+        group_of_stages: vLLM's function that returns the group of this worker and those of the other stages.
 
     Raises:
         ConfigError: the workers are not numbered stage by stage, or a stage has no layers with KV.
@@ -33,12 +36,9 @@ def stages_of_worker(kv_cache_config: Any, parallel: Any) -> tuple[Any, ...]:
     stages = int(parallel.pipeline_parallel_size)
     if stages == 1:
         return (kv_cache_config,)
-    import torch
-    from vllm.distributed.parallel_state import get_pp_group
-
-    group = get_pp_group()
+    group = group_of_stages()
     found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, (int(parallel.rank), kv_cache_config), group=group.cpu_group)
+    all_gather_object(found, (int(parallel.rank), kv_cache_config), group=group.cpu_group)
     ranks, configs = zip(*found, strict=True)
     if [rank * stages // int(parallel.world_size) for rank in ranks] != list(range(stages)):
         raise ConfigError(
@@ -78,7 +78,10 @@ def stages_of_engine(
 
 
 def _executor_of(frame: FrameType | None) -> Any:
-    """Return vLLM's executor among the callers, or None; vLLM gives a connector no other access."""
+    """Return vLLM's executor among the callers; None: there is none.
+
+    vLLM gives a connector no other access to it.
+    """
     for _ in range(_DEPTH):
         if frame is None:
             break
