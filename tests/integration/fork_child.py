@@ -149,7 +149,7 @@ def run_manager(path: str, region: str, pipe: Connection) -> None:
         manager.complete_store(chosen, CTX)
         steps(lambda: not manager.has_pending_work())
 
-    fill(stored[:4])
+    rows.array[:] = 7
     before = rows.array.copy()
 
     def use_all() -> None:
@@ -159,9 +159,9 @@ def run_manager(path: str, region: str, pipe: Connection) -> None:
 
     pipe.send(fork(use_all))
     pipe.send((rows.array == before).all())
-    fill(stored[4:])
-    pipe.send(manager.match_prefix(stored, CTX).hits)
     late = SharedRegion.open_shared(region, 32, 8192, sides=2)
     pipe.send(rows.is_complete)
+    fill(stored)
+    pipe.send(manager.match_prefix(stored, CTX).hits)
     late.close()
     manager.shutdown()
