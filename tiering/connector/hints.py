@@ -90,7 +90,7 @@ class FollowedHints:
         return kept
 
     def _own(self, action: KeepAction, session: SessionId | None, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return those of ``keys`` that only the session of an *expect* uses, by default the request's ``session``."""
+        """Return those of ``keys`` that only one session uses: that of an *expect*, or else ``session``."""
         session = session if action.session is None else action.session
         if session is None or action.name != EXPECT:
             return frozenset()

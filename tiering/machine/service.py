@@ -133,7 +133,7 @@ class MachineService:
             os.write(self._wake_write, b"x")
 
     def look(self, seconds: float) -> ServiceLook:
-        """Return the counts; those of the last look if the service's thread does not answer within ``seconds``.
+        """Return the counts, or those of the last look if no answer comes within ``seconds``.
 
         Counters must not go back: a rise after the hang would count what was counted before. Any thread but the
         service's may call.
