@@ -28,12 +28,12 @@ from tiering.testing.chaos import Fault
 
 BLOCK = 32
 BLOCK_BYTES = BLOCK * 4 * 2 * 512 * 4
-LENGTHS = (512, 2048)
-SPEEDS = (1.0, 0.3, 0.1, 0.03, 0.01)
+LENGTHS = (512,)
+SPEEDS = (1.0, 0.1, 0.03, 0.01)
 RULES = ("never", "always", "auto")
 FULL_SPEED = 0.1
 """Time of a block at full speed, as a part of the time of computing it."""
-ROUNDS = 5
+ROUNDS = 3
 
 
 @dataclass(slots=True)
@@ -74,10 +74,10 @@ def run(bench: Bench) -> None:
     )
     with engine_of(model) as engine:
         subject = Subject(engine)
-        lengths, speeds = (LENGTHS[:1], SPEEDS[::4]) if bench.quick else (LENGTHS, SPEEDS)
+        speeds = SPEEDS[::3] if bench.quick else SPEEDS
         cells = {
             (tokens, speed): subject.cell(tokens, speed, 1 if bench.quick else ROUNDS)
-            for tokens in lengths
+            for tokens in LENGTHS
             for speed in speeds
         }
     report(bench, cells)
@@ -102,7 +102,7 @@ def engine_of(model: Path) -> Any:
             for rule in RULES
         ],
     }
-    return running(model, stack, block_size=BLOCK)
+    return running(model, stack, block_size=BLOCK, gpu_memory_utilization=0.3)  # beside other work
 
 
 class Subject:
