@@ -83,6 +83,8 @@ class _Prompt:
     tokens: int
     left: int = 0
     answer: int = ANSWER_TOKENS
+    is_seen: bool = False
+    """True once the engine has looked at it."""
 
 
 def length(dice: random.Random) -> float:
@@ -181,6 +183,9 @@ class GateModel:
                 budget -= take
         while waiting and budget:
             prompt = waiting.popleft()
+            if not prompt.is_seen:
+                prompt.is_seen = True
+                self._prefill.waited(self._clock.now - prompt.arrival)
             match = self.manager.match_prefix(prompt.keys, prompt.ctx)
             if match.pending:
                 skipped.append(prompt)

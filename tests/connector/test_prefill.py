@@ -100,19 +100,50 @@ def test_a_step_that_is_built_while_another_runs_begins_when_that_one_ends(rig: 
     assert rig.per_token == pytest.approx(0.001, rel=0.1)
 
 
-def test_other_requests_make_a_prompt_slower(rig: Rig) -> None:
+@pytest.mark.parametrize(("waited", "times"), [(0.1, 2.0), (0.03, 1.3), (0.0, 1.0), (-5.0, 1.0)])
+def test_requests_that_wait_for_others_make_a_prompt_slower(rig: Rig, waited: float, times: float) -> None:
+    """The engine computes half of the time; a client alone never waits, and clocks may differ."""
     for _ in range(2000):
+        rig.speed.waited(waited)
         rig.built({"a": 101})
+        rig.clock.advance(0.1)
+        rig.speed.ended()
+        rig.clock.advance(0.1)
+    assert rig.per_token == pytest.approx(times * TOKEN, rel=0.1)
+
+
+def test_prompts_of_one_step_make_each_other_slower(rig: Rig) -> None:
+    for _ in range(2000):
+        rig.built({"a": 51, "b": 51, "decoding": 1})
         rig.clock.advance(0.1)
         rig.speed.ended()
         rig.clock.advance(0.1)
     assert rig.per_token == pytest.approx(2 * TOKEN, rel=0.1)
 
 
+def test_a_wait_for_what_is_no_prefill_does_not_make_a_prompt_slower(rig: Rig) -> None:
+    for _ in range(50):
+        rig.speed.waited(1000.0)
+        rig.step({"a": 101}, 0.1)
+    assert rig.per_token == pytest.approx(TOKEN, rel=0.01)
+
+
+def test_the_wait_is_that_since_the_arrival_at_the_engine() -> None:
+    rig, request = Rig(None), FakeRequest("a", list(range(200)))
+    rig.speed._now = lambda: 1000.0
+    request.arrival_time = 990.0  # type: ignore[attr-defined]
+    rig.speed.follow(request, ReqContext("a"), RequestPolicy(load=False))
+    rig.built({"a": 101})
+    rig.clock.advance(0.1)
+    rig.speed.ended()
+    assert rig.per_token == pytest.approx(2 * TOKEN, rel=0.02)
+
+
 def test_an_engine_that_was_busy_from_its_start_takes_its_prompts_for_no_faster(rig: Rig) -> None:
     rig.built({"a": 101})
     rig.clock.advance(0.1)
     rig.speed.ended()
+    rig.speed.waited(0.2)
     rig.built({"b": 101})
     rig.clock.advance(0.1)
     rig.speed.ended()

@@ -8,6 +8,7 @@ The first token of a request is there when the step ends that computes the last 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,19 +59,31 @@ class PrefillSpeed:
         groups: the KV-cache groups.
         manager: chooses between loading and computing.
         clock: returns monotonic seconds.
+        now: returns seconds since the epoch, as the engine's times of arrival; default: the system's time.
     """
 
-    def __init__(self, groups: Sequence[OffloadGroup], manager: OffloadingManager, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        manager: OffloadingManager,
+        clock: Callable[[], float],
+        now: Callable[[], float] = time.time,
+    ) -> None:
         # A few blocks of a window, or one of a state, stand for the whole prefix: they follow the other groups.
         self._tokens = [group.offloaded_block_size if group.is_full else math.inf for group in groups]
         self._manager = manager
         self._clock = clock
-        self._steps: deque[tuple[float, int, Sequence[_Prompt]]] = deque(maxlen=MOST_STEPS)
-        """When each step that has not ended was built, its prompt tokens, and the prompts that it ends."""
+        self._now = now
+        self._steps: deque[tuple[float, int, int, Sequence[_Prompt]]] = deque(maxlen=MOST_STEPS)
+        """When each step that has not ended was built, its prompt tokens and prompts, and the prompts that it ends."""
         self._prompts: dict[ReqId, _Prompt] = {}
         self._ended = -math.inf
         self._share = TimeShare(SHARE_HALF_LIFE, MOST_SHARE, clock())
         """Share of the time that steps with prompts take."""
+        self._measured = clock()
+        """Time at which the last such step had ended."""
+        self._alone = self._beside = self._waited = 0.0
+        """Latest seconds of such steps, those of further prompts in them or before them, and the newest of these."""
         self._cost = LinearCost(HALF_LIFE)
         self._least = 0.0
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
@@ -86,10 +99,15 @@ class PrefillSpeed:
             ctx: the request as the manager knows it.
             policy: limits of the request.
         """
+        self.waited(self._now() - getattr(request, "arrival_time", self._now()))
         if policy != DEFAULT_REQUEST_POLICY or has_hints(request):
             return
         self._prompts[ctx.req_id] = _Prompt(ctx, request)
         self._manager.measure_worth(ctx)
+
+    def waited(self, seconds: float) -> None:
+        """Record for how long a request has waited before the engine took it into account."""
+        self._waited += max(0.0, seconds)
 
     def finished(self, req_id: ReqId) -> None:
         """Follow a request no more, because it has ended."""
@@ -101,7 +119,8 @@ class PrefillSpeed:
         if scheduled:
             # A request that decodes has one token in a step.
             tokens = sum(scheduled.values()) - len(scheduled)
-            self._steps.append((self._clock(), tokens, self._ends(scheduled) if self._prompts else ()))
+            prompts = sum(count > 1 for count in scheduled.values()) if tokens >= LEAST_TOKENS else 0
+            self._steps.append((self._clock(), tokens, prompts, self._ends(scheduled) if self._prompts else ()))
 
     def _ends(self, scheduled: Mapping[ReqId, int]) -> Sequence[_Prompt]:
         """Return the prompts whose last token a step computes, and follow them no more."""
@@ -118,15 +137,21 @@ class PrefillSpeed:
         if not self._steps:
             return
         now = self._clock()
-        built, tokens, ends = self._steps.popleft()
+        built, tokens, prompts, ends = self._steps.popleft()
         seconds, self._ended = now - max(built, self._ended), now
         if tokens < LEAST_TOKENS:
             self._least += LEAST_WEIGHT * (seconds - self._least)
         elif seconds > 0.0:
             self._cost.observe(tokens, seconds, now)
             self._share.add(seconds, now)
-            # Other requests take their share of the steps, so that a prompt takes longer than its own tokens do.
-            per_token = self._cost.per_unit_beside(self._least) / (1.0 - self._share.value)
+            fade, self._measured = 0.5 ** ((now - self._measured) / SHARE_HALF_LIFE), now
+            self._alone = self._alone * fade + seconds
+            self._beside, self._waited = self._beside * fade + seconds * (prompts - 1) + self._waited, 0.0
+            # Other requests take their share of the steps, so that a prompt takes longer than its own tokens do. Where
+            # none waits for another one, as with a client that sends one after another, the share is the prompts' own.
+            share = self._share.value
+            others = min(share / (1.0 - share), self._beside / self._alone)
+            per_token = self._cost.per_unit_beside(self._least) * (1.0 + others)
             self._manager.note_compute([math.inf if size == math.inf else size * per_token for size in self._tokens])
         for prompt in ends:
             self._manager.note_first_token(prompt.ctx, prompt.tokens * self._cost.per_unit_beside(self._least))

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 class EngineRequest(Protocol):
     """A request in the scheduler.
 
-    Two further attributes may be absent. ``num_output_placeholders`` (default: 0) counts scheduled output tokens whose
+    Three further attributes may be absent. ``arrival_time`` (default: the present time) is the time of the arrival, in
+    seconds since the epoch. ``num_output_placeholders`` (default: 0) counts scheduled output tokens whose
     value is not known yet. ``skip_reading_prefix_cache`` (default: False) is True if every token of the prompt must be
     computed.
     """
