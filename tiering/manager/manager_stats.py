@@ -142,7 +142,8 @@ class ManagerStats:
     rows_unprepared: int = gauge(
         "rows",
         "Rows whose memory is still being prepared, or could not be",
-        "0 within a minute of the start. If it stays, the engine runs without its tiers: the logs have the reason.",
+        "0 with the first request a minute after the start. If it stays, the engine runs without its tiers: the logs "
+        "have the reason.",
     )
     rows_evictable: int = gauge(
         "rows",
