@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
+from tiering.errors import RegionError
 from tiering.manager import warm_start
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.warm_start import PUBLISH_SECONDS, REFRESH_SECONDS, VAIN_RUNS, WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.primary.memory.region import SharedRegion
 from tiering.secondary.contract import TierHotKeys
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
@@ -53,7 +56,8 @@ class World:
         self.hot = FakeHotKeys(engines)
         self.tier = FakeTier(held=set(held), max_load_blocks=words.pop("max_load_blocks", None))
         self.tier.traits = replace(self.tier.traits, hot_keys=self.hot)
-        self.primary = CPUPrimaryTierOffloadingManager(np.zeros((rows, ROW_BYTES), np.uint8).data)
+        memory = words.pop("memory", None) or np.zeros((rows, ROW_BYTES), np.uint8).data
+        self.primary = CPUPrimaryTierOffloadingManager(memory)
         limits = WarmStartLimits(blocks * ROW_BYTES, words.pop("seconds", 60.0), words.pop("bandwidth", 1e9))
         self.manager = TieringOffloadingManager(
             self.primary, [self.tier], clock=self.clock, promotion_share=1.0, warm_start=limits, **words
@@ -77,6 +81,32 @@ class World:
         ctx = ReqContext(req_id, {"kv_tiering": params} if params else None)
         self.manager.on_new_request(ctx)
         return ctx
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_time_begins_when_the_rows_are_prepared(fails: bool) -> None:
+    """An idle engine steps until then, but not for rows that cannot be prepared."""
+    memory, go = SharedRegion.create(64, 4096), threading.Event()
+
+    def prepare(is_over: Callable[[], bool]) -> None:
+        assert go.wait(60)
+        if fails:
+            raise RegionError("there is no memory")
+
+    memory.preparation.begin(prepare)
+    world = World([[K[:3]]], memory=memory, blocks=64 * 256, seconds=1.0)
+    world.step(500)
+    assert (world.readable(), world.manager.has_pending_work()) == ([], True)
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "kv-tiering-prepare":
+            thread.join(60)
+    world.step(4)
+    assert world.readable() == ([] if fails else K[:3])
+    world.clock.advance(2.0)
+    world.step(2)
+    assert not world.manager.has_pending_work()
+    world.manager.shutdown()
 
 
 def test_blocks_are_in_the_cpu_tier_before_a_request_asks() -> None:

@@ -134,7 +134,7 @@ class WarmStartOptions(Strict):
     bytes: Size | None = None
     """Most bytes that a start loads into the CPU tier; default: as much as its free rows hold."""
     seconds: Duration = 120.0
-    """Time after the first step for which blocks are loaded, in seconds; default 120."""
+    """Time for which blocks are loaded, once the CPU tier is prepared, in seconds; default 120."""
     bandwidth: Size = 512 << 20
     """Bytes per second that are loaded at most; default 512MiB.
 

@@ -68,7 +68,7 @@ class WarmStartLimits(NamedTuple):
     nbytes: int
     """Bytes that are loaded at most."""
     seconds: float
-    """Time from the first step after which nothing begins any more."""
+    """Time after which nothing begins any more, from the first step with prepared rows on."""
     bandwidth: float
     """Bytes per second."""
 
@@ -186,6 +186,10 @@ class WarmStart:
             self._order()
             return bool(self._loaded)
         if self._began is None:
+            if not self._primary.is_prepared:  # a large CPU tier takes minutes, which are not those of the warm start
+                if self._primary.is_unusable:
+                    self._end(0.0)
+                return True
             self._began = now
         if self._batch is not None:
             if self._owner.asked:

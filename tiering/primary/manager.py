@@ -147,6 +147,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return not self._is_preparing
 
     @property
+    def is_unusable(self) -> bool:
+        """True if the memory of the rows could not be prepared."""
+        return self._region is not None and self._region.is_unusable
+
+    @property
     def room(self) -> int:
         """Number of rows that :meth:`allocate` could reserve now."""
         return self._table.room

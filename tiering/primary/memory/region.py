@@ -31,7 +31,7 @@ from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.primary.memory.filelock import is_held_elsewhere, is_linked, locked, try_lock, unlock
 from tiering.primary.memory.prefault import Share, prefault
-from tiering.primary.memory.preparation import PREPARED, Preparation
+from tiering.primary.memory.preparation import FAILED, PREPARED, Preparation
 from tiering.primary.memory.room import check_room
 
 logger = logging.getLogger("kv_tiering.region")
@@ -354,6 +354,11 @@ class SharedRegion:
     def is_prepared(self) -> bool:
         """True if all sides have mapped the region and may use every row."""
         return bool(self._complete[0] and (self._states == PREPARED).all())
+
+    @property
+    def is_unusable(self) -> bool:
+        """True if a side could not prepare its rows, so that no row is ever used."""
+        return bool((self._states == FAILED).any())
 
     @property
     def is_complete(self) -> bool:
