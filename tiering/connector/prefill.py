@@ -75,7 +75,7 @@ class PrefillSpeed:
         self._clock = clock
         self._now = now
         self._steps: deque[tuple[float, int, int, Sequence[_Prompt]]] = deque(maxlen=MOST_STEPS)
-        """When each step that has not ended was built, its prompt tokens and prompts, and the prompts that it ends."""
+        """When each step that has not ended was built, its prompt tokens and prompts, and those that it ends."""
         self._prompts: dict[ReqId, _Prompt] = {}
         self._ended = -math.inf
         self._share = TimeShare(SHARE_HALF_LIFE, MOST_SHARE, clock())
@@ -83,7 +83,7 @@ class PrefillSpeed:
         self._measured = clock()
         """Time at which the last such step had ended."""
         self._alone = self._beside = self._waited = 0.0
-        """Latest seconds of such steps, those of further prompts in them or before them, and the newest of these."""
+        """Latest seconds of such steps, those of further prompts beside them, and the newest of these."""
         self._cost = LinearCost(HALF_LIFE)
         self._least = 0.0
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
