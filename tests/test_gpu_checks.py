@@ -21,6 +21,7 @@ from tests.copy.fake_cuda import FakeCuda
 from tests.vllm.rig import Answer
 from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.host import Direction
+from tiering.copy.layout import GroupPages
 from tiering.primary.memory.region import shared_path
 
 ANSWERS = [Answer([1, 2, 3], [0.0] * 3)]
@@ -74,6 +75,14 @@ def test_copies_that_move_nothing_fail_the_check(monkeypatch: pytest.MonkeyPatch
     reuse_staging_buffers(monkeypatch)
     assert outcome(name, dry_machine())[0] is Outcome.DRY
     monkeypatch.setattr(CudaCopyHandler, "_move_rows", lambda self, pages, group, staging: None)
+    queue = CudaCopyHandler._queue
+
+    def queue_nothing(handler: CudaCopyHandler, pages: GroupPages, places: torch.Tensor) -> object:
+        if handler._is_direct(pages.group):  # the kernel moves the rows as well
+            handler._kernel = lambda *_, **__: None
+        return queue(handler, pages, places)
+
+    monkeypatch.setattr(CudaCopyHandler, "_queue", queue_nothing)
     assert outcome(name, dry_machine())[0] is Outcome.FAILED
 
 
