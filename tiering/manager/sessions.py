@@ -98,7 +98,7 @@ class Sessions:
         return (keys,) if isinstance(keys, bytes) else keys
 
     def own_of(self, session_id: SessionId, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return those of ``keys`` that a session has computed and that nobody else uses."""
+        """Return those of ``keys`` that a session has computed and that no other request has used."""
         return frozenset([key for key in keys if self._users.get(key) == session_id])
 
     def clear(self) -> None:
