@@ -13,7 +13,7 @@ from tiering.api.namespace import Namespace
 from tiering.epochs.documents import LEASES
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
-from tiering.errors import StoreError
+from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import parse_place
 from tiering.medium.block_store import BlockStore
 from tiering.secondary.options import TierOptions
@@ -76,6 +76,13 @@ class SharedAdmin(TierAdmin):
                 return name, await asyncio.to_thread(self._store.read_document, name)
 
         found = await asyncio.gather(*map(read, [*names, *fresh]))
+        if unread := {name for name, data in found if data is None and name not in fresh}:
+            # Without its epoch document an epoch would count as abandoned. One removed meanwhile is not listed again.
+            ages = await asyncio.to_thread(self.document_ages)
+            if listed := sorted(unread.intersection(ages)):
+                raise TemporaryStoreError(
+                    f"{listed[0]} is listed and cannot be read, so the epochs in use are not known; nothing is removed"
+                )
         return known_namespaces({name: data for name, data in found if data is not None}, fresh)
 
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
