@@ -109,6 +109,22 @@ def test_a_breach_without_an_exception_is_logged_without_a_traceback(caplog: pyt
     assert not record.exc_info
 
 
+def test_every_tier_is_shut_down_though_a_queue_is_broken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An interrupt in the middle of a call may leave it so."""
+    tiers = [FakeTier("first"), FakeTier("second")]
+    rig = ManagerRig(4, tiers)
+
+    def take(*arguments: object) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(rig.manager._jobs, "drain", take)
+    rig.manager.shutdown()
+    assert [len(tier.calls("shutdown")) for tier in tiers] == [1, 1]
+    assert caplog.text.count("blocks that waited for it at shutdown were not stored") == 2
+
+
 def test_every_tier_is_shut_down_though_one_does_not_stop(caplog: pytest.LogCaptureFixture) -> None:
     tiers = [FakeTier("stuck", stops=False), FakeTier("good")]
     rig = ManagerRig(4, tiers)

@@ -276,14 +276,18 @@ class SecondaryTiers:
 
         Args:
             seconds: time that all tiers may take together.
-            drain: function that lets a tier end its jobs until a time.
+            drain: function that lets a tier end its jobs until a time. If the function raises, as it may behind a call
+                that an interrupt has ended, the tier is shut down with its queued blocks.
 
         Returns:
             True if every tier has stopped to use the primary rows.
         """
         stopped = True
         for state, deadline in zip(self.states, _deadlines(self._clock, seconds, len(self.states)), strict=True):
-            drain(state, deadline)
+            try:
+                drain(state, deadline)
+            except Exception:
+                _log.exception("tier %s: blocks that waited for it at shutdown were not stored", state.name)
             stopped = bool(self.ask(state, TRUTH, state.tier.shutdown, deadline)) and stopped
         return stopped
 
