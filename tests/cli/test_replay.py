@@ -80,6 +80,12 @@ def test_wrong_words_end_with_one_line(trace: Path, stack: Path, words: list[str
     assert done.out == ""
 
 
+def test_a_rate_so_small_that_no_second_request_comes_is_refused() -> None:
+    done = kv_tiering("trace", "generate", "--requests", "3", "--rate", "1e-320")
+    assert done.code == USAGE
+    assert "'--rate'" in done.err
+
+
 @pytest.mark.parametrize("small", ["primary", "secondary"])
 def test_a_capacity_below_one_block_is_refused_with_a_remedy(small: str, trace: Path, stack: Path) -> None:
     text = stack.read_text()

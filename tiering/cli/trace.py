@@ -37,7 +37,7 @@ def trace(context: click.Context) -> None:
     "in equal shares.",
 )
 @click.option("--requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of requests.")
-@click.option("--rate", type=Number(min=0, min_open=True), default=2.0, show_default=True, help="Requests per second.")
+@click.option("--rate", type=Number(min=1e-6), default=2.0, show_default=True, help="Requests per second.")
 @click.option("--block-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one block.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal traces.")
 @click.option("-o", "--output", type=click.File("w", lazy=True), default="-", help="File to write; default: stdout.")
