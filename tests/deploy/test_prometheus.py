@@ -76,14 +76,15 @@ def test_every_expression_has_a_value_and_no_alert_fires_while_an_engine_runs_we
 
 @pytest.mark.timeout(600)  # on a machine that does other work, rounds take long
 def test_faults_that_are_provoked_fire_their_alerts_and_no_others(tmp_path: Path) -> None:
+    chaos_type = "tests.mini_engine.chaos_tier:CHAOS_TIER"
+    common = {"type": chaos_type, "seed": 0, "capacity": "1GiB"}  # never full, however many rounds a fast machine makes
     broken = {
-        "type": "tests.mini_engine.chaos_tier:CHAOS_TIER",
-        "seed": 0,
+        **common,
         "breaker": {"failures": 3, "probe_after": "50ms", "probe_max": "100ms"},
         "retries": {"attempts": 1},
     }
-    chaos_type = "tests.mini_engine.chaos_tier:CHAOS_TIER"
-    narrow = {"type": chaos_type, "name": "narrow", "seed": 0, "puts": {"DELAY": 1.0}, "max_inflight": 1}
+    # Ten blocks a second, fewer than any machine computes.
+    narrow = {**common, "name": "narrow", "puts": {"DELAY": 1.0}, "delay": 0.1, "max_inflight": 1}
     stack: dict[str, Any] = {"primary": {"capacity": 64 * one_row()}, "secondary": [broken, narrow]}
     with Engine(options(stack=stack)) as engine, metrics_endpoint(engine) as url, prometheus(url, tmp_path) as server:
         driver, expected = Driver(engine), {"KVTieringStoresDropped"}

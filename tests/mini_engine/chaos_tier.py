@@ -22,13 +22,15 @@ class ChaosOptions(BlockTierOptions, CapacityOptions):
     """The options of the tier.
 
     Attributes:
-        faults: the fault's name → probability, per attempt on a block.
+        puts, gets: the fault's name → probability, per attempt on a block.
+        delay: seconds of a fault that delays.
     """
 
     capacity: Size = 1 << 24
     seed: int
     puts: dict[str, float] = Field(default_factory=dict)
     gets: dict[str, float] = Field(default_factory=dict)
+    delay: float = 0.005
 
 
 class ChaosTier(BlockTier):
@@ -44,7 +46,7 @@ class ChaosTier(BlockTier):
         plan = ChaosPlan(
             puts={Fault[name]: chance for name, chance in options.puts.items()},
             gets={Fault[name]: chance for name, chance in options.gets.items()},
-            delay=0.005,
+            delay=options.delay,
         )
         self.chaos = ChaosLayer(MemoryStore(), seed=options.seed, plan=plan)
         super().__init__(context, options, self.chaos, SlotIndex(options.capacity // max(context.group_bytes)))
