@@ -276,6 +276,7 @@ def start(machine: Machine) -> str:
         )
         for direction in (Direction.STORE, Direction.LOAD)
     )
+    pinned.expect_agreement()
     returned, steps, captures = time.perf_counter() - began, [0.0], 0
     number = torch.zeros(1024, device=machine.device)
     while not region.is_prepared:

@@ -21,7 +21,7 @@ from tiering.copy.cudart import find_relaxation, maps_registered_memory
 from tiering.copy.layout import RowLayout
 from tiering.copy.pinning import PinnedRows, Range, chunk_rows, ranges_to_pin
 from tiering.errors import ConfigError
-from tiering.primary.memory.preparation import PREPARED, PREPARING, Preparation
+from tiering.primary.memory.preparation import PREPARED, Preparation
 from tiering.primary.memory.region import SharedRegion
 
 GIB = 1 << 30
@@ -263,9 +263,10 @@ def test_beside_a_start_the_row_of_the_check_is_pinned_first(
 ) -> None:
     start = _Starting(monkeypatch, rank)
     start.pinned.acquire(CPU)
-    assert start.chunks == [first]
-    assert start.state[0] == PREPARING
     start.go.set()
+    start.end()
+    assert start.chunks == [first], "no other range may fail while copies are checked"
+    start.pinned.expect_agreement()
     start.end()
     assert sorted(start.chunks) == [0, 1, 2, 3]
     assert start.relaxed == ["kv-tiering-prepare"], "a capture of the engine's graphs would fail"
@@ -277,6 +278,7 @@ def test_beside_a_start_the_row_of_the_check_is_pinned_first(
 def test_rows_that_are_released_meanwhile_are_not_pinned_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     start = _Starting(monkeypatch)
     start.pinned.acquire(CPU)
+    start.pinned.expect_agreement()
     start.pinned.release(CPU)
     start.go.set()
     start.end()
@@ -289,6 +291,7 @@ def test_a_driver_that_refuses_later_leaves_none_pinned_and_the_rows_in_use(
 ) -> None:
     start = _Starting(monkeypatch)
     start.pinned.acquire(CPU)
+    start.pinned.expect_agreement()
     start.api.runtime.fails_after = 2
     start.go.set()
     start.end()

@@ -117,6 +117,7 @@ class PinnedRows:
         self._rank = rank
         self._pageable = np.zeros(1, np.uint8) if pageable is None else pageable
         self._preparation = preparation
+        self._begin: Callable[[], None] = lambda: None
         self._users = 0
         self._lock = threading.Lock()  # the preparation registers rows while the last user may release them
         self._registered: list[Range] = []
@@ -139,7 +140,7 @@ class PinnedRows:
         return bool(self._registered)
 
     def acquire(self, device: torch.device) -> None:
-        """Count one more user; the first one registers the rows, or begins to.
+        """Count one more user; the first one registers the rows, or those of the check of copies.
 
         Args:
             device: the GPU of the KV cache.
@@ -164,7 +165,7 @@ class PinnedRows:
             raise
         if pinned and self._preparation is not None and relax is not None:
             del ranges[now]
-            self._preparation.begin(partial(self._register_later, ranges, device, relax))
+            self._begin = partial(self._preparation.begin, partial(self._register_later, ranges, device, relax))
 
     def _register_later(
         self, ranges: list[Range], device: torch.device, relax: Callable[[], None], is_over: Callable[[], bool]
@@ -214,8 +215,13 @@ class PinnedRows:
         return False
 
     def expect_agreement(self) -> None:
-        """Let the next transfer, which is one of the engine's first step, call :meth:`agree` with effect."""
+        """End the check of copies: a preparation registers the other rows from now on.
+
+        If the driver refused one of them in the course of the check, the rows of the check would be unregistered under
+        its copies. The next transfer, which is one of the engine's first step, calls :meth:`agree` with effect.
+        """
         self._agreed = False
+        self._begin()
 
     def agree(self, device: torch.device) -> None:
         """Unregister the rows if another rank could not register its rows.
