@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -36,8 +37,10 @@ def public_names() -> set[str]:
     """Return the names that authors of tiers, users and operators meet."""
     names = {metric.name for metric in METRICS}
     for module in (tiering, tiering.tier):
-        for name in module.__all__:
-            members = dir(getattr(module, name))
+        for name, value in vars(module).items():
+            if name.startswith("_") or inspect.ismodule(value):
+                continue
+            members = dir(value)
             names |= {name, *(member for member in members if not member.startswith("_"))}
     return names
 

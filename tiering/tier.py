@@ -5,159 +5,88 @@ A tier needs this module and :mod:`tiering` (whose errors it raises), and nothin
 contains the conformance suites.
 """
 
-from tiering.admin.namespaces import known_namespaces, namespace_of
-from tiering.admin.records import (
-    Collected,
-    EpochState,
-    Finding,
-    KnownNamespace,
-    Limits,
-    Severity,
-    StoredBlock,
-    UnsupportedError,
-)
-from tiering.admin.shared_admin import SharedAdmin
-from tiering.admin.tier_admin import TierAdmin
-from tiering.api.keys import OffloadKey
-from tiering.api.masking import mask_text, record_secrets
-from tiering.api.namespace import Namespace
-from tiering.api.transfer import Rows
-from tiering.api.units import Directory, Duration, FilePath, Share, Size, format_bytes
-from tiering.block_tier.definition import TierDefinition
-from tiering.block_tier.tier import BlockTier
-from tiering.epochs.described import DESCRIBED, described_namespace
-from tiering.epochs.documents import EPOCHS, LEASES
-from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
-from tiering.index.shared import SharedIndex, parse_place
-from tiering.index.slots import SlotIndex, SlotsSlice
-from tiering.index.tier_index import Hints, Probe, StorePlan, TierIndex
-from tiering.medium.block_store import (
-    BatchStore,
-    BlockIO,
-    BlockStore,
-    Done,
-    Outcome,
-    Place,
-    RawBlock,
-    Settlement,
-    StoreProbe,
-    StoreTraits,
-)
-from tiering.medium.chore import Backoff, Chore
-from tiering.medium.files import Files, fresh_name, store_error, store_errors
-from tiering.medium.frame import HEADER_BYTES, SEQUENCE, CorruptReason, FrameHeader, parse_header
-from tiering.medium.side import IoSide, IoTask
-from tiering.runtime.flag import Flag
-from tiering.runtime.pool import ThreadPool
-from tiering.runtime.ratelimit import RateLimit
-from tiering.secondary.contract import (
-    JobResult,
-    PrefixAnswer,
-    SecondaryTierManager,
-    StepEnd,
-    TierContext,
-    TierHotKeys,
-    TierIntake,
-    TierTraits,
-    TransferJob,
-)
-from tiering.secondary.options import (
-    BlockTierOptions,
-    CapacityOptions,
-    CompressionOptions,
-    SharedOptions,
-    SlotOptions,
-    TierOptions,
-    Transfers,
-    TtlOptions,
-)
-from tiering.secondary.tier_stats import TierStats
-from tiering.table.disposal import Table
-
-__all__ = [
-    "DESCRIBED",
-    "EPOCHS",
-    "HEADER_BYTES",
-    "HOT",
-    "HOT_SECONDS",
-    "LEASES",
-    "SEQUENCE",
-    "Backoff",
-    "BatchStore",
-    "BlockIO",
-    "BlockStore",
-    "BlockTier",
-    "BlockTierOptions",
-    "CapacityOptions",
-    "Chore",
-    "Collected",
-    "CompressionOptions",
-    "CorruptReason",
-    "Directory",
-    "Done",
-    "Duration",
-    "EpochState",
-    "FilePath",
-    "Files",
-    "Finding",
-    "Flag",
-    "FrameHeader",
-    "Hints",
-    "IoSide",
-    "IoTask",
-    "JobResult",
-    "KnownNamespace",
-    "Limits",
-    "Namespace",
-    "OffloadKey",
-    "Outcome",
-    "Place",
-    "PrefixAnswer",
-    "Probe",
-    "RateLimit",
-    "RawBlock",
-    "Rows",
-    "SecondaryTierManager",
-    "Settlement",
-    "Severity",
-    "Share",
-    "SharedAdmin",
-    "SharedIndex",
-    "SharedOptions",
-    "Size",
-    "SlotIndex",
-    "SlotOptions",
-    "SlotsSlice",
-    "StepEnd",
-    "StorePlan",
-    "StoreProbe",
-    "StoreTraits",
-    "StoredBlock",
-    "Table",
-    "ThreadPool",
-    "TierAdmin",
-    "TierContext",
-    "TierDefinition",
-    "TierHotKeys",
-    "TierIndex",
-    "TierIntake",
-    "TierOptions",
-    "TierStats",
-    "TierTraits",
-    "TransferJob",
-    "Transfers",
-    "TtlOptions",
-    "UnsupportedError",
-    "described_namespace",
-    "format_bytes",
-    "fresh_name",
-    "hot_namespace",
-    "known_namespaces",
-    "mask_text",
-    "namespace_of",
-    "parse_header",
-    "parse_place",
-    "record_secrets",
-    "store_error",
-    "store_errors",
-]
+from tiering.admin.namespaces import known_namespaces as known_namespaces
+from tiering.admin.namespaces import namespace_of as namespace_of
+from tiering.admin.records import Collected as Collected
+from tiering.admin.records import EpochState as EpochState
+from tiering.admin.records import Finding as Finding
+from tiering.admin.records import KnownNamespace as KnownNamespace
+from tiering.admin.records import Limits as Limits
+from tiering.admin.records import Severity as Severity
+from tiering.admin.records import StoredBlock as StoredBlock
+from tiering.admin.records import UnsupportedError as UnsupportedError
+from tiering.admin.shared_admin import SharedAdmin as SharedAdmin
+from tiering.admin.tier_admin import TierAdmin as TierAdmin
+from tiering.api.keys import OffloadKey as OffloadKey
+from tiering.api.masking import mask_text as mask_text
+from tiering.api.masking import record_secrets as record_secrets
+from tiering.api.namespace import Namespace as Namespace
+from tiering.api.transfer import Rows as Rows
+from tiering.api.units import Directory as Directory
+from tiering.api.units import Duration as Duration
+from tiering.api.units import FilePath as FilePath
+from tiering.api.units import Share as Share
+from tiering.api.units import Size as Size
+from tiering.api.units import format_bytes as format_bytes
+from tiering.block_tier.definition import TierDefinition as TierDefinition
+from tiering.block_tier.tier import BlockTier as BlockTier
+from tiering.epochs.described import DESCRIBED as DESCRIBED
+from tiering.epochs.described import described_namespace as described_namespace
+from tiering.epochs.documents import EPOCHS as EPOCHS
+from tiering.epochs.documents import LEASES as LEASES
+from tiering.epochs.hot_keys import HOT as HOT
+from tiering.epochs.hot_keys import HOT_SECONDS as HOT_SECONDS
+from tiering.epochs.hot_keys import hot_namespace as hot_namespace
+from tiering.index.shared import SharedIndex as SharedIndex
+from tiering.index.shared import parse_place as parse_place
+from tiering.index.slots import SlotIndex as SlotIndex
+from tiering.index.slots import SlotsSlice as SlotsSlice
+from tiering.index.tier_index import Hints as Hints
+from tiering.index.tier_index import Probe as Probe
+from tiering.index.tier_index import StorePlan as StorePlan
+from tiering.index.tier_index import TierIndex as TierIndex
+from tiering.medium.block_store import BatchStore as BatchStore
+from tiering.medium.block_store import BlockIO as BlockIO
+from tiering.medium.block_store import BlockStore as BlockStore
+from tiering.medium.block_store import Done as Done
+from tiering.medium.block_store import Outcome as Outcome
+from tiering.medium.block_store import Place as Place
+from tiering.medium.block_store import RawBlock as RawBlock
+from tiering.medium.block_store import Settlement as Settlement
+from tiering.medium.block_store import StoreProbe as StoreProbe
+from tiering.medium.block_store import StoreTraits as StoreTraits
+from tiering.medium.chore import Backoff as Backoff
+from tiering.medium.chore import Chore as Chore
+from tiering.medium.files import Files as Files
+from tiering.medium.files import fresh_name as fresh_name
+from tiering.medium.files import store_error as store_error
+from tiering.medium.files import store_errors as store_errors
+from tiering.medium.frame import HEADER_BYTES as HEADER_BYTES
+from tiering.medium.frame import SEQUENCE as SEQUENCE
+from tiering.medium.frame import CorruptReason as CorruptReason
+from tiering.medium.frame import FrameHeader as FrameHeader
+from tiering.medium.frame import parse_header as parse_header
+from tiering.medium.side import IoSide as IoSide
+from tiering.medium.side import IoTask as IoTask
+from tiering.runtime.flag import Flag as Flag
+from tiering.runtime.pool import ThreadPool as ThreadPool
+from tiering.runtime.ratelimit import RateLimit as RateLimit
+from tiering.secondary.contract import JobResult as JobResult
+from tiering.secondary.contract import PrefixAnswer as PrefixAnswer
+from tiering.secondary.contract import SecondaryTierManager as SecondaryTierManager
+from tiering.secondary.contract import StepEnd as StepEnd
+from tiering.secondary.contract import TierContext as TierContext
+from tiering.secondary.contract import TierHotKeys as TierHotKeys
+from tiering.secondary.contract import TierIntake as TierIntake
+from tiering.secondary.contract import TierTraits as TierTraits
+from tiering.secondary.contract import TransferJob as TransferJob
+from tiering.secondary.options import BlockTierOptions as BlockTierOptions
+from tiering.secondary.options import CapacityOptions as CapacityOptions
+from tiering.secondary.options import CompressionOptions as CompressionOptions
+from tiering.secondary.options import SharedOptions as SharedOptions
+from tiering.secondary.options import SlotOptions as SlotOptions
+from tiering.secondary.options import TierOptions as TierOptions
+from tiering.secondary.options import Transfers as Transfers
+from tiering.secondary.options import TtlOptions as TtlOptions
+from tiering.secondary.tier_stats import TierStats as TierStats
+from tiering.table.disposal import Table as Table
