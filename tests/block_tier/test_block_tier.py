@@ -11,9 +11,9 @@ from tests.block_tier.rig import CTX, K, Rig
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_tier.credit import STORE_SHARE
 from tiering.block_tier.pace import LoadPace
 from tiering.block_tier.tier import BlockTier
+from tiering.block_tier.transfers import STORE_SHARE
 from tiering.errors import CorruptBlockError, DeviceError, OutOfSpaceError, OverdueError, TemporaryStoreError
 from tiering.index.slots import SlotIndex
 from tiering.medium.block_store import Done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiering.block_tier.credit import SHORTEST_WINDOW, STORE_SHARE, StoreCredit
+from tiering.block_tier.transfers import SHORTEST_WINDOW, STORE_SHARE, StoreCredit
 from tiering.testing.clock import FakeClock
 
 ROWS = 10_000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.machine.hosts import service_process
-from tiering.cli.systemd import UnitNotifier
+from tiering.cli.serve import UnitNotifier
 from tiering.testing.clock import FakeClock
 
 

@@ -24,7 +24,8 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.medium.host import IoHost
 from tiering.medium.side import IoTask
 from tiering.testing.clock import until
-from tiers.local import LocalTier, inspections, new_segments
+from tiers.local import LocalTier, new_segments
+from tiers.local import tier as local_tier
 from tiers.object.definition import ObjectTier
 
 PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]
@@ -168,7 +169,7 @@ def profiled(calls: Calls) -> Iterator[None]:
 def engine(tmp_path: Path, bucket: FakeS3, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine with a tier of each kind of index, coordination, and a recorder."""
     monkeypatch.setattr(new_segments, "FIRST_BYTES", 0)
-    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(local_tier, "INSPECT_SECONDS", 0.0)
     shared = {"bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "coordination": server.url, "breaker": FAST}
     stack = {
         "primary": {"capacity": 40 * one_row()},

@@ -118,7 +118,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.count_kept = table.marks.count_kept
         """Return how many of some rows a hint keeps now."""
         self.begin_first_victims = table.marks.begin_first_victims
-        """Let rows be marked as first victims; see :class:`tiering.table.first_victims.FirstVictims`."""
+        """Let rows be marked as first victims; see :class:`tiering.table.marks.FirstVictims`."""
         self.unknown = table.unknown
         """Return those of some keys that are neither readable nor being written."""
         self.abort = table.abort
@@ -306,7 +306,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             self._table.marks.first_victims.discard(rows)
 
     def grant_copies(self, copies: float) -> None:
-        """Add to the credit of :class:`~tiering.table.first_victims.FirstVictims`; below 0, none is taken."""
+        """Add to the credit of :class:`~tiering.table.marks.FirstVictims`; below 0, none is taken."""
         if self._table.marks.first_victims is not None:
             self._table.marks.first_victims.grant(copies)
 

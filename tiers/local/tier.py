@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tiering import ConfigError, OutOfSpaceError, StoreError, TemporaryStoreError
 from tiering.tier import (
@@ -21,6 +21,7 @@ from tiering.tier import (
     Files,
     Namespace,
     Place,
+    RateLimit,
     SlotIndex,
     TierContext,
     TransferJob,
@@ -29,7 +30,6 @@ from tiers.local.bad_slots import BadSlots
 from tiers.local.checkpoints import Checkpoints
 from tiers.local.feed import RecoveryFeed
 from tiers.local.growth import Growth
-from tiers.local.inspections import Inspections
 from tiers.local.layout import SegmentGeometry, tier_directory
 from tiers.local.local_options import LocalOptions
 from tiers.local.recovery import Remembered, recover
@@ -43,6 +43,14 @@ OPEN_WAIT_SECONDS = 2.0
 
 The first requests after a restart find their blocks then. Recovery continues after that time.
 """
+
+INSPECT_SECONDS = 10.0
+"""Seconds between two inspections of the directory while blocks are stored."""
+
+INSPECT_AT_ONCE_SECONDS = 1.0
+"""Seconds from an inspection to the next one after a failed store."""
+
+_LOG_PERIOD = 30.0
 
 
 class LocalTier(BlockTier):
@@ -326,3 +334,44 @@ class LocalTier(BlockTier):
             len(lost),
             self.store.directory,
         )
+
+
+class Inspections(Chore):
+    """Compares the directory of one tier with the open store.
+
+    Args:
+        parts: parts of the tier.
+        examine: receives the differences.
+    """
+
+    def __init__(self, parts: LocalParts, examine: Callable[[Inspection], object]) -> None:
+        super().__init__("inspect", parts.io, parts.clock, lambda: self.run(parts.store.inspect, self._ended))
+        self._name = parts.name
+        self._examine = examine
+        self._at = float("-inf")
+        self._lines = RateLimit(_LOG_PERIOD, parts.clock)
+
+    def want(self) -> None:
+        """Inspect the directory in the ordinary time after the last inspection, or now if that has passed."""
+        self.due = min(self.due, self._at + INSPECT_SECONDS)
+
+    def hurry(self, *, now: bool = False) -> None:
+        """Inspect the directory soon after the last inspection, for a reason.
+
+        Args:
+            now: do not wait after the last inspection; default: False.
+        """
+        self.due = min(self.due, self._at + (0.0 if now else INSPECT_AT_ONCE_SECONDS))
+
+    def note(self) -> None:
+        """Note that another task has inspected the directory now."""
+        self._at = self._clock()
+
+    def _ended(self, inspection: Inspection | None, error: BaseException | None) -> None:
+        self.note()
+        if inspection is not None:
+            self._examine(inspection)
+            return
+        if count := self._lines.admit():
+            logger.warning("tier %s: %s (%d such failure(s)); it is tried again", self._name, error, count)
+        self.want()

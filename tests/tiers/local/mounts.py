@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.testing.keys import key_of
-from tiers.local import inspections
+from tiers.local import tier as local_tier
 
 K = [key_of(number) for number in range(512)]
 PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
@@ -124,7 +124,7 @@ def full(directory: Path) -> None:
 def main(scenario: str, directory: Path) -> None:
     """Run the scenario that the command line names."""
     logging.basicConfig(level=logging.INFO)
-    inspections.INSPECT_SECONDS = inspections.INSPECT_AT_ONCE_SECONDS = 0.0
+    local_tier.INSPECT_SECONDS = local_tier.INSPECT_AT_ONCE_SECONDS = 0.0
     scenarios = {"replaced": replaced, "read-only": read_only, "full": full}
     if scenario in scenarios:
         scenarios[scenario](directory)

@@ -18,7 +18,8 @@ from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.medium.files import Files
 from tiering.testing.keys import key_of
-from tiers.local import LocalStore, SegmentGeometry, inspections, new_segments, read_checkpoint
+from tiers.local import LocalStore, SegmentGeometry, new_segments, read_checkpoint
+from tiers.local import tier as local_tier
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
@@ -32,8 +33,8 @@ PROBES = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
 
 @pytest.fixture(autouse=True)
 def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
-    monkeypatch.setattr(inspections, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(local_tier, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(local_tier, "INSPECT_AT_ONCE_SECONDS", 0.0)
 
 
 # ------------------------------------------------------------------------------------------------- removed and replaced
@@ -319,7 +320,7 @@ def test_a_crowded_directory_is_opened_without_a_look_at_every_file(
         counted.append(root)
         return used_bytes(root)
 
-    monkeypatch.setattr("tiers.local.directory_room.used_bytes", count)
+    monkeypatch.setattr("tiers.local.new_segments.used_bytes", count)
     store = LocalStore(tmp_path, rig.tier.store.geometry, rig.tier.store.capacity)
     store.open()
     assert counted == []

@@ -15,7 +15,7 @@ from tests.device import FaultyDevice
 from tests.tiers.local.rig import LocalRig, opened
 from tiering.medium.files import Files
 from tiering.testing.keys import key_of
-from tiers.local import inspections
+from tiers.local import tier as local_tier
 
 K = [key_of(number) for number in range(32)]
 PROBES: dict[str, Any] = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"}}
@@ -23,8 +23,8 @@ PROBES: dict[str, Any] = {"breaker": {"probe_after": "10ms", "probe_max": "10ms"
 
 @pytest.fixture(autouse=True)
 def _inspects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspections, "INSPECT_SECONDS", 0.0)
-    monkeypatch.setattr(inspections, "INSPECT_AT_ONCE_SECONDS", 0.0)
+    monkeypatch.setattr(local_tier, "INSPECT_SECONDS", 0.0)
+    monkeypatch.setattr(local_tier, "INSPECT_AT_ONCE_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("part", ["kv", "kv/documents"])
