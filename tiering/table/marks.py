@@ -19,7 +19,7 @@ Holds = Callable[[Sequence[bytes]], Sequence[bool]]
 
 
 class FirstVictims:
-    """The rows of one table that are evicted first: no session needs their blocks, or another cache holds them too.
+    """The rows of one table that are evicted first: not needed any more, or held by another cache too.
 
     The CPU tier of an engine marks the rows whose blocks the engine's own cache holds, and every tier those whose
     session is over. The row that was marked last is taken first. A pinned row keeps its mark and is passed over; it

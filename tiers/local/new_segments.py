@@ -1,7 +1,7 @@
-"""New segments, and the room for them: files that the tier cannot use are deleted to keep the capacity.
+"""New segments, and the room for them in the directory.
 
-The files are reserved and written ahead of need, in the background. The first write to an extent is slow, so it is done
-before the slots are used.
+Files that the tier cannot use are deleted to keep the capacity. New files are reserved and written ahead of need, in
+the background: the first write to an extent is slow, so it is done before the slots are used.
 """
 
 from __future__ import annotations
