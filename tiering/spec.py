@@ -93,7 +93,6 @@ class TieringOffloadingSpec(OffloadingSpec):
             )
         self.heads = heads
         self.model = model
-        """Identity of the model."""
         self.identify: Callable[[], ModelIdentity] | None = None
         """Returns the identity for tiers that outlive the process; None: :attr:`model`. See ``open_manager``."""
         self.mark: bytes | None = None

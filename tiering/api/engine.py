@@ -165,7 +165,6 @@ class OffloadingSpec(ABC):
                 "numbers of tokens: describe at least one KV-cache group, and give positive sizes"
             )
         self.engine = engine
-        """The engine's configuration."""
         self.extra_config: Mapping[str, Any] = extra
         """The user's extra configuration."""
         self.offload_prompt_only: bool = prompt_only

@@ -68,7 +68,6 @@ class Opener:
         self._refusals = RateLimit(_LOG_PERIOD, time.monotonic)
         self._unwritten = RateLimit(_LOG_PERIOD, time.monotonic)
         self.shared = shared
-        """True if other processes use the medium too."""
 
     @property
     def recorded(self) -> Mapping[bytes, bytes]:

@@ -89,7 +89,6 @@ class SlotIndex(TierIndex):
         low_watermark: float = 1.0,
     ) -> None:
         self.num_slots = num_slots
-        """Number of slots that the medium can ever have."""
         self._table = BlockTable(num_slots, eviction, rows_free=False)
         self._readable = self._table.readable
         self.held: Set[OffloadKey] = self._readable.keys()

@@ -92,7 +92,6 @@ class BlockTable:
                 "lower its capacity, or make blocks larger"
             )
         self.num_rows = num_rows
-        """Number of rows."""
         self.readable = KeyRows(num_rows)
         """Key → row of the blocks that may be read.
 

@@ -84,7 +84,6 @@ class TierRig:
         self.rows = np.frombuffer(memory, np.uint8).reshape(num_rows, stride)
         """The rows, shape (num_rows, row bytes)."""
         self.group_bytes = group_bytes
-        """Bytes of a block, per KV-cache group."""
         namespace = make_namespace(model, group_bytes)
         self.context = TierContext(
             "conformance",

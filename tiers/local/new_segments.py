@@ -100,7 +100,6 @@ class Room:
 
     def __init__(self, segments: Segments, capacity: int) -> None:
         self.capacity = capacity
-        """Bytes of everything in the directory."""
         self._directory = segments.directory
         self._geometry = segments.geometry
         self._files = segments.files

@@ -94,7 +94,6 @@ class Breaker:
         self._name = name
         self._clock = clock
         self.what = what
-        """State of the tier while the breaker is open, for logs and errors."""
         self._jitter = jitter
         self._failures = 0
         self._suspects: dict[Place, bytes] = {}

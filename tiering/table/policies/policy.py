@@ -43,7 +43,6 @@ class EvictionPolicy(ABC):
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         self.num_rows = num_rows
-        """Number of rows in the table."""
         self.refs = refs
         """Reference count of each row, owned by the table."""
         self.keys = keys
