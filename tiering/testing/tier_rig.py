@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections import Counter
@@ -162,17 +163,20 @@ class TierRig:
             TimeoutError: the condition does not hold in time.
         """
         end, resting_since = time.monotonic() + PATIENCE_SECONDS, None
-        while True:
-            heard, results = self.context.news.count, list(self.tier.get_finished())
-            if results and resting_since is not None:
-                self._wait_for_announcement(resting_since)
-            self.results += results
-            resting_since = heard if self.step().rest else None
-            if predicate():
-                return
-            if time.monotonic() >= end:
-                raise TimeoutError("the condition did not hold in time")
-            time.sleep(0.001)
+        announced = threading.Event()
+        with self.context.news.listening(announced.set):
+            while True:
+                announced.clear()
+                heard, results = self.context.news.count, list(self.tier.get_finished())
+                if results and resting_since is not None:
+                    self._wait_for_announcement(resting_since)
+                self.results += results
+                resting_since = heard if self.step().rest else None
+                if predicate():
+                    return
+                if time.monotonic() >= end:
+                    raise TimeoutError("the condition did not hold in time")
+                announced.wait(0.001)
 
     def _wait_for_announcement(self, before: int) -> None:
         """Wait until the tier has announced something after the announcement number ``before``."""

@@ -12,6 +12,7 @@ from tiering.testing.keys import key_of
 CAPACITY = "3MiB"
 BATCH = 4
 JOBS = 4
+LOADED_AT_ONCE = 32
 
 
 def run(path: str, seed: int, durability: str, first: int, expected: list[int], connection: Connection) -> None:
@@ -45,14 +46,13 @@ def check(rig: LocalRig, expected: list[int]) -> tuple[list[int], list[int]]:
     """Return the expected numbers that are not held, and those whose load fails or returns other bytes."""
     missing = [number for number in expected if not rig.lookup([key_of(number)])]
     wrong: list[int] = []
-    for number in expected:
-        key = key_of(number)
+    for start in range(0, len(expected), LOADED_AT_ONCE):
+        part = [number for number in expected[start : start + LOADED_AT_ONCE] if number not in missing]
         try:
-            arrived = rig.load([key])
+            arrived = rig.load([key_of(number) for number in part])
         except AssertionError:
             arrived = []
-        if not arrived and number not in missing:
-            wrong.append(number)
+        wrong += [number for number in part if key_of(number) not in arrived]
     return missing, wrong
 
 
