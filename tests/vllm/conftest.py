@@ -15,7 +15,7 @@ import pytest
 
 from tests.servers import S3Endpoint, rclone_server
 from tests.vllm import shared_memory
-from tests.vllm.rig import prepare_environment
+from tests.vllm.rig import COMMON, prepare_environment, prompt
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 if not collect_ignore_glob:
@@ -72,7 +72,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that most tests use."""
     from tests.vllm.models import write_llama
 
-    return write_llama(tmp_path_factory.mktemp("llama"))
+    model = write_llama(tmp_path_factory.mktemp("llama"))
+    COMMON[model] = [prompt(seed) for seed in range(100)]
+    return model
 
 
 @pytest.fixture

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from tests.vllm.handlers import CopyNothing
-from tests.vllm.rig import BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
+from tests.vllm.rig import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    Answer,
+    Engine,
+    answers_without_tiers,
+    engine,
+    prompt,
+    whole_blocks,
+    wrong,
+)
 
 PROMPTS = [prompt(seed) for seed in range(10)]
 """Prompts of six whole blocks each: more than the GPU's pool holds, and less than two such pools."""
@@ -37,8 +47,7 @@ def count(running: Engine, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[Answer]:
-    with engine(llama, None, enable_prefix_caching=False) as plain:
-        return plain.ask(PROMPTS)
+    return answers_without_tiers(llama, PROMPTS)
 
 
 def test_two_pools_hold_what_one_pool_and_its_copy_do_not(llama: Path, expected: list[Answer]) -> None:

@@ -10,25 +10,32 @@ from typing import Any
 import pytest
 
 from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, engine, prompt
-from tests.vllm.server import Server, serve
 
 KEPT, OVER, NEW = (prompt(seed) for seed in (70, 71, 72))
 ROWS = 12
 """Rows of the CPU tier: room for two of the three prompts."""
 OWN_FIELDS = importlib.util.find_spec("vllm.v1.kv_hints") is not None
+NO_TIERS = {"kv_tiering": {"load": False, "store": False}}
 RELEASE = {"action_type": "release", "payload": {}}
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> Answer:
-    with engine(llama, None, enable_prefix_caching=False) as plain:
-        return plain.ask([KEPT])[0]
+def shared(llama: Path) -> Iterator[Engine]:
+    with engine(llama, {"primary": {"capacity": ROWS * BLOCK_BYTES}}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(shared: Engine) -> Answer:
+    return shared.ask([KEPT], params=NO_TIERS)[0]
 
 
 @pytest.fixture
-def tiered(llama: Path) -> Iterator[Engine]:
-    with engine(llama, {"primary": {"capacity": ROWS * BLOCK_BYTES}}) as running:
-        yield running
+def tiered(shared: Engine) -> Engine:
+    """An engine that holds nothing."""
+    shared.settle()
+    assert shared.llm.reset_prefix_cache(reset_connector=True)
+    return shared
 
 
 def by_parameters(running: Engine, tokens: list[int], session: str, is_last: bool) -> None:
@@ -51,6 +58,10 @@ CARRIERS = [
 ]
 
 
+def count(running: Engine, record: str, name: str) -> int:
+    return int(running.connector.scheduler_half.get_stats()[record][name])
+
+
 def life(running: Engine, ask: Callable[[Engine, list[int], str, bool], None], *, ends: bool) -> tuple[Answer, int]:
     """Return the answer to KEPT after other sessions, and the number of its blocks from the CPU tier."""
     ask(running, KEPT, "kept", False)
@@ -69,9 +80,10 @@ def life(running: Engine, ask: Callable[[Engine, list[int], str, bool], None], *
 def test_a_session_that_is_over_makes_room_before_one_that_was_used_longer_ago(
     tiered: Engine, expected: Answer, ask: Callable[[Engine, list[int], str, bool], None]
 ) -> None:
+    before = count(tiered, "connector", "sessions_released")
     answer, blocks = life(tiered, ask, ends=True)
     assert (answer.matches(expected), blocks) == (True, 6)
-    assert tiered.connector.scheduler_half.get_stats()["connector"]["sessions_released"] == 1
+    assert count(tiered, "connector", "sessions_released") == before + 1
 
 
 def test_without_the_hint_the_prompt_that_was_used_longest_ago_goes(tiered: Engine, expected: Answer) -> None:
@@ -79,30 +91,29 @@ def test_without_the_hint_the_prompt_that_was_used_longest_ago_goes(tiered: Engi
     assert (answer.matches(expected), blocks) == (True, 0)
 
 
-def fill(running: Server, seed: int) -> None:
+def fill(running: Engine, seed: int) -> None:
     """Let other prompts take more rows than the CPU tier has."""
     for number in range(4):
         running.ask([prompt(seed + number)], 1)
+        running.settle()
 
 
-def test_a_retained_prompt_stays_in_a_server_and_one_without_the_hint_goes(llama: Path, tmp_path: Path) -> None:
+def test_a_retained_prompt_stays_and_one_without_the_hint_goes(llama: Path, expected: Answer) -> None:
     stack = {"primary": {"capacity": 20 * BLOCK_BYTES}, "hints": {"retain": 0.5}}
-    policy = {"kv_tiering": {"load": False, "store": False}}
     hint = {"kv_tiering": {"hints": [{"action_type": "Retain", "payload": {"seconds": 600}}]}}
-    with serve(llama, stack, tmp_path / "server.log") as running:
-        (computed,) = running.ask([KEPT], kv_transfer_params=policy)
-        assert running.metric("kv_tiering_blocks_retained_total") == 0
+    with engine(llama, stack) as running:
         for seed, params, blocks in ((300, None, 0), (400, hint, 6)):
-            running.ask([KEPT], 1, kv_transfer_params=params)
+            assert count(running, "manager", "blocks_retained") == 0
+            running.ask([KEPT], 1, params)
+            running.settle()
             fill(running, seed)
             running.evict()
-            before = running.loaded()
-            (answer,) = running.ask([KEPT])
-            assert (answer.matches(computed), (running.loaded() - before) // BLOCK_BYTES) == (True, blocks)
+            answers, loaded = running.loaded(lambda: running.ask([KEPT]))
+            assert (answers[0].matches(expected), loaded // BLOCK_BYTES) == (True, blocks)
             fill(running, seed + 50)
             running.evict()
-        assert running.metric("kv_tiering_blocks_retained_total") == 6
-        assert running.metric("kv_tiering_hints_ignored_total") == 0
+        assert count(running, "manager", "blocks_retained") == 6
+        assert count(running, "connector", "hints_ignored") == 0
 
 
 @pytest.mark.parametrize("on", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import shared_memory
-from tests.vllm.rig import BLOCK_BYTES, Answer, engine, prompt, whole_blocks, wrong
+from tests.vllm.rig import BLOCK_BYTES, Answer, answers_without_tiers, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, serve, until
 
 PROMPTS = [prompt(seed) for seed in range(4)]
@@ -21,20 +21,13 @@ LENGTHY = 60
 
 
 @pytest.fixture(scope="module")
-def plain(llama: Path) -> Iterator[tuple[list[Answer], list[Answer]]]:
-    """Answers to ``PROMPTS`` and to ``MANY`` without tiers."""
-    with engine(llama, None, enable_prefix_caching=False) as without:
-        yield without.ask(PROMPTS), without.ask(MANY, LENGTHY)
+def expected(llama: Path) -> list[Answer]:
+    return answers_without_tiers(llama, PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def expected(plain: tuple[list[Answer], list[Answer]]) -> list[Answer]:
-    return plain[0]
-
-
-@pytest.fixture(scope="module")
-def expected_of_many(plain: tuple[list[Answer], list[Answer]]) -> list[Answer]:
-    return plain[1]
+def expected_of_many(llama: Path) -> list[Answer]:
+    return answers_without_tiers(llama, MANY, LENGTHY)
 
 
 @pytest.fixture(scope="module", params=["tiering", "simple"])
