@@ -184,10 +184,8 @@ class _Engine:
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self._copies = copies
-        self._connectors = [] if self.core.scheduler.connector is None else [self.core.scheduler.connector, worker()]
-        """Both sides of the connector, which rests by itself in an engine inside its caller's process."""
         self._calls = _CallTimes()
-        for connector in self._connectors:
+        for connector in [self.core.scheduler.connector, worker()] if self.core.scheduler.connector else []:
             self._calls.watch(connector)
         self._names = 0
         self._ran = True
@@ -213,8 +211,6 @@ class _Engine:
         first: dict[str, float] = {}
         ended: dict[str, Any] = {}
         steps, self._runs, self._pauses = 0, 0, load.pauses
-        for connector in self._connectors:
-            connector._in_process = not load.pauses
         copies, calls, cpu, thread = self._copy_seconds(), self._calls.seconds, time.process_time(), time.thread_time()
         while len(ended) < len(waiting):
             while len(arrived) < len(waiting) and len(arrived) - len(ended) < load.at_once:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.connector.fakes import (
     FakeBlocks,
     FakeConnectorOutput,
+    FakeRequest,
     FakeSchedulerOutput,
     finished,
     go_on,
@@ -127,6 +130,54 @@ class TestMatch:
         manager.unchanged = True
         manager.hold(request.keys()[:4])
         assert scheduler.get_num_new_matched_tokens(request, 4) == (12, True), "only pending answers are kept"
+
+    def test_waits_until_all_pending_answers_are_known_if_the_engine_lets_it(self) -> None:
+        scheduler, manager = make_scheduler()
+        first, second = prompt(32), FakeRequest("r2", list(range(100, 132)))
+        manager.undecided = {first.key(0), second.key(0)}
+        for request in (first, second):
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        looks: list[bool] = []
+
+        def wait_until(answered: Callable[[], bool], seconds: float) -> None:
+            assert seconds == 7.0
+            for request in (first, second):
+                looks.append(answered())
+                manager.undecided.discard(request.key(0))
+            looks.append(answered())
+
+        manager.wait_until = wait_until  # type: ignore[method-assign]
+        steps = manager.steps
+        scheduler.await_answers(7.0)
+        assert looks == [False, False, True]
+        assert manager.steps == steps + 3, "what the answers begin goes on"
+        assert scheduler.get_num_new_matched_tokens(first, 0) == (0, False)
+
+    def test_forgets_blocks_of_an_epoch_that_ends_while_it_waits(self) -> None:
+        scheduler, manager = make_scheduler()
+        request = FakeRequest("r2", list(range(100, 132)))
+        manager.undecided = {request.key(0)}
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+
+        def wait_until(answered: Callable[[], bool], seconds: float) -> None:
+            manager.epoch_begins = True
+            answered()
+
+        manager.wait_until = wait_until  # type: ignore[method-assign]
+        scheduler.await_answers(7.0)
+        meta = run_prompt(scheduler, prompt(32), ids(8))
+        scheduler.update_connector_output(finished(meta.reqs_to_store["r1"].job_id))
+        assert [success for _, success in manager.completed_stores] == [True], "stores of the new epoch count"
+
+    def test_waits_for_no_answer_while_copies_run(self) -> None:
+        scheduler, manager = make_scheduler()
+        request, held = FakeRequest("r2", list(range(100, 132))), prompt(32)
+        manager.hold(held.keys())
+        start_load(scheduler, held, ids(8))
+        manager.undecided = {request.key(0)}
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        manager.wait_until = lambda answered, seconds: pytest.fail("it waits")  # type: ignore[method-assign]
+        scheduler.await_answers(7.0)
 
     @pytest.mark.parametrize(
         ("block_size", "computed", "answer"),

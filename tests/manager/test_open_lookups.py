@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -90,6 +91,35 @@ def test_time_alone_may_decide_the_lookup() -> None:
 
 def test_a_tier_that_announces_nothing_is_asked_each_time() -> None:
     assert not Rig(announces=False).still_pending
+
+
+def test_a_wait_ends_with_the_answer() -> None:
+    rig = Rig()
+    asked: list[bool] = []
+
+    def answered() -> bool:
+        asked.append(not rig.ask())
+        if len(asked) == 1:  # the tier decides after the look, and before the sleep
+            rig.tier.unknown.clear()
+            threading.Thread(target=rig.news.announce).start()
+        return asked[-1]
+
+    rig.manager.wait_until(answered, 60.0)
+    assert asked == [False, True]
+
+
+def test_a_wait_without_an_answer_has_an_end() -> None:
+    rig = Rig()
+    looks: list[bool] = []
+
+    def answered() -> bool:
+        looks.append(not rig.ask())
+        return looks[-1]
+
+    rig.manager.wait_until(answered, 1e-3)
+    assert looks
+    assert not any(looks)
+    rig.manager.wait_until(lambda: True, 60.0)
 
 
 def test_a_decided_lookup_is_not_pending() -> None:

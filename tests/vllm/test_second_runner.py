@@ -55,7 +55,7 @@ class Runner:
         connector: Any = TieringConnector.__new__(TieringConnector)
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
         KVConnectorBase_V1.__init__(connector, config, KVConnectorRole.WORKER, SimpleNamespace())
-        connector._several_groups, connector._in_process, connector._ledger = False, False, LoadLedger()
+        connector._several_groups, connector._may_rest, connector._ledger = False, False, LoadLedger()
         connector.worker_half = OffloadingConnectorWorker(self.spec, BLOCKS, writes_early=writes_early)
         self.worker, self.connector = connector.worker_half, connector
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)

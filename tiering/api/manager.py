@@ -163,6 +163,16 @@ class OffloadingManager(ABC):
         """
         return False
 
+    def wait_until(self, answered: Callable[[], bool], seconds: float) -> None:
+        """Sleep until ``answered`` returns True, at most ``seconds``.
+
+        By default, the call returns at once.
+
+        Args:
+            answered: repeats pending lookups, and returns True if their answers are known.
+            seconds: longest sleep.
+        """
+
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ``keys`` until :meth:`complete_load` and return their rows.

@@ -216,9 +216,12 @@ class SchedulerHalf(ABC, Generic[State]):
         """Return the events of the blocks that can be loaded since the last call."""
         return self._held.take_events()
 
-    def has_pending_lookups(self) -> bool:
-        """Return True if a waiting request has a lookup whose answer is not known yet."""
-        return any(state.open_question is not None for state in self.states.values())
+    def await_answers(self, seconds: float) -> None:
+        """Sleep until the answers to all pending lookups are known, at most ``seconds``.
+
+        Engines may call this method at the end of a step in which nothing could be scheduled. It does nothing while
+        copies run, whose ends only steps report.
+        """
 
     def copied_blocks(self) -> set[int]:
         """Return the GPU blocks that copies hold references on; none if copies are fenced."""

@@ -90,9 +90,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         """Manager of the tiers."""
         search = HitSearch(groups, self.manager, has_scratch=spec.engine.has_scratch)
         tables = FencedTables(groups, {})
-        config = OffloadingKVEventsConfig(
-            enable_kv_cache_events, bool(spec.extra_config.get("self_describing_kv_events", False))
-        )
+        describes = bool(spec.extra_config.get("self_describing_kv_events", False))
+        config = OffloadingKVEventsConfig(enable_kv_cache_events, describes)
         super().__init__(self.manager, tables, search, config, engine_events, logger, clock)
         kept = self.manager.descriptions
         if self._describes_events and kept is not None:
@@ -249,32 +248,31 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
-        if cache is not None and not self._is_paused():
-            late = self._stores.plan_late(cache)
-            if late is not None:
-                stores[LATE_STORE.req_id] = late
+        if cache is not None and not self._is_paused() and (late := self._stores.plan_late(cache)) is not None:
+            stores[LATE_STORE.req_id] = late
         states = dict[ReqId, TransferOrder]()
         if self._handed is not None and not self._is_paused():
             states = self._handed.plan(scheduler_output, self.states)
         if stores or flush or states:
             self._counters.stores += len(stores) + len(states)
             self._counters.jobs_flushed += len(flush)
-        self.manager.on_schedule_end()
-        if self.manager.new_epochs != self._new_epochs:
-            self._new_epochs = self.manager.new_epochs
-            self._forget_held()
+        self._end_managers_step()
         if self._misses is not None:
             self._misses.end_step(scheduler_output.scheduled_new_reqs)
         if self._prefill is not None:
             self._prefill.built(scheduler_output)
         metadata = NOTHING_TO_DO
-        if ordered is not None:
-            loads, failed_loads = ordered
+        if ordered is not None or stores or flush or states:
+            loads, failed_loads = ordered or ({}, {})
             metadata = OffloadingConnectorMetadata(loads, stores, states, flush, failed_loads)
-        elif stores or flush or states:
-            metadata = OffloadingConnectorMetadata({}, stores, states, flush)
         self._counters.scheduler_seconds += perf_counter() - began
         return metadata
+
+    def _end_managers_step(self) -> None:
+        self.manager.on_schedule_end()
+        if self.manager.new_epochs != self._new_epochs:
+            self._new_epochs = self.manager.new_epochs
+            self._forget_held()
 
     def _plan_stores(self, scheduled: Mapping[ReqId, int], stores: dict[ReqId, TransferOrder]) -> None:
         """Add the orders for the blocks that the step completes to ``stores``.
@@ -316,6 +314,17 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._completions.process(output)
 
     # ------------------------------------------------------------------------------------------------------------- rest
+
+    def await_answers(self, seconds: float) -> None:
+        asked = [(state.request, state.open_question[0]) for state in self.states.values() if state.open_question]
+
+        def answered() -> bool:
+            pending = ASK_AGAIN in [self.get_num_new_matched_tokens(*question) for question in asked]
+            self._end_managers_step()  # what the answers begin goes on
+            return not pending
+
+        if asked and not self._jobs:
+            self.manager.wait_until(answered, seconds)
 
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight.
@@ -447,7 +456,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
 
     def _offer(self, state: RequestState, computed: int, hit: Hit) -> tuple[int | None, bool]:
         if hit.tokens > computed and self._describes_events:
-            self._record_lookup(state, computed, hit.tokens)
+            for group, keys in zip(self.groups, state.keys, strict=True):
+                size, end = group.offloaded_block_size, hit.tokens
+                self.events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
         if hit.pending:
             state.open_question = (computed, state.request.num_tokens)
             return ASK_AGAIN
@@ -467,12 +478,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             state.cached.tiers = planned(state.found_tokens or 0, external_tokens, promoted)
         return len(keys) - sum(state.sources.values())
 
-    def _record_lookup(self, state: RequestState, computed: int, end: int) -> None:
-        """Record the blocks before token ``end`` for later KV events, while their request is alive."""
-        for group, keys in zip(self.groups, state.keys, strict=True):
-            size = group.offloaded_block_size
-            self.events.record_lookup(state.request, group, keys, computed // size, min(end // size, len(keys)))
-
     def _ended(self, state: RequestState) -> None:
         self._storing.discard(state.ctx.req_id)
         if not self._is_paused() and state.scheduled and state.invalid_from is None and state.policy.store:
@@ -490,7 +495,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self._hints is None or state.hints is NO_HINTS:
             self.manager.on_request_finished(state.ctx)
             return
-        released = self._hints.released(state)
-        if released and self._engine_cache is not None:
+        if (released := self._hints.released(state)) and self._engine_cache is not None:
             self._engine_cache.release(released)
         self.manager.on_request_finished(state.ctx, released, self._hints.kept(state))

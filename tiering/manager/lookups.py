@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 
 from tiering.api.keys import OffloadKey
@@ -84,6 +86,13 @@ class ManagerLookups(ManagerParts):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         return self._open_lookups.still_pending(req_context.req_id)
+
+    def wait_until(self, answered: Callable[[], bool], seconds: float) -> None:
+        deadline, news = time.monotonic() + seconds, threading.Event()
+        with self.news.listening(news.set):
+            while not answered() and (left := deadline - time.monotonic()) > 0.0:
+                news.wait(left)
+                news.clear()
 
     def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:
         self._owner.claim()

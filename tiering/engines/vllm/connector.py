@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vllm
-import vllm.envs
 
 from tiering.advisor.advisor import small_tier
 from tiering.config.registry import tier_definition
@@ -122,7 +121,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         geometry = geometry_of(vllm_config, kv_cache_config, stages=self.stages)
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
-        self._in_process = not getattr(vllm.envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True)
+        self._may_rest = parallel.pipeline_parallel_size == getattr(parallel, "data_parallel_size", 1) == 1
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()
         self._reports = TierReports(TieringConnectorStats)

@@ -5,7 +5,6 @@ Import this module after the checks of :mod:`tiering.engines.vllm.connector`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -31,10 +30,11 @@ except ImportError:  # vLLM before 0.32 does not distinguish hits by source
 _HIT_SOURCES = {"CPU": "HOST", "MEMORY": "HOST", "DISK": "DISK"}
 """Medium → name of vLLM's hit source. vLLM has no source for object stores."""
 
-LOOKUP_PATIENCE = 1e-3
-"""Seconds for which a step without work rests while a lookup is pending, in the process of the caller.
+LOOKUP_PATIENCE = 5e-3
+"""Most seconds for which a step without work rests while lookups are pending and no copy runs.
 
-A caller that steps in a loop otherwise keeps the interpreter from the threads of the tiers.
+Each further step takes the engine half a millisecond or more, and a caller that steps in a loop keeps the interpreter
+from the threads of the tiers. Whoever sends a request meanwhile waits as long.
 """
 
 _vllm_event = EventConverter(kv_events)
@@ -49,8 +49,7 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _waits: LoadWaits
     _kept: KeptGroups | None = None
     """The groups that are offloaded; None: all."""
-    _in_process: bool
-    """True if the engine runs inside its caller's process, whose loop does not rest."""
+    _may_rest: bool
 
     def _no_scheduler(self) -> NoReturn:
         """Refuse a call of the other side, which has no :attr:`scheduler_half`.
@@ -86,9 +85,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         half = self.scheduler_half or self._no_scheduler()
         step = scheduler_output if self._kept is None else self._kept.step(scheduler_output)
         metadata = half.build_connector_meta(step)
-        is_idle = metadata is NOTHING_TO_DO and not scheduler_output.total_num_scheduled_tokens
-        if self._in_process and is_idle and half.has_pending_lookups():
-            time.sleep(LOOKUP_PATIENCE)
+        if metadata is NOTHING_TO_DO and self._may_rest and not scheduler_output.total_num_scheduled_tokens:
+            half.await_answers(LOOKUP_PATIENCE)
         return self._adapters.with_checks(metadata, scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -27,10 +27,10 @@ TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 
 
 LOAD_PATIENCE = 1e-3
-"""Most seconds that a step without tokens waits for a load in an engine inside its caller's process.
+"""Most seconds that a step without tokens waits for a load.
 
-vLLM's engine core rests as long after such a step, in the loop of its own process only. Without a rest, a caller that
-steps in a loop keeps the interpreter from the threads that copy.
+vLLM's engine core rests as long after such a step. A load that ends meanwhile needs no further step to be reported, and
+a caller that steps in a loop, in its own process, does not keep the interpreter from the threads that copy.
 """
 
 
@@ -42,7 +42,8 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _several_groups: bool
     _kept: KeptGroups | None = None
     """The groups that are offloaded; None: all."""
-    _in_process: bool
+    _may_rest: bool
+    """True if a step without tokens delays no other pipeline stage and no other data-parallel engine."""
     _patience: float = 0.0
     """Seconds that this step may wait for a load."""
     _ledger: LoadLedger
@@ -80,8 +81,10 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        if self._in_process:
-            self._patience = LOAD_PATIENCE if forward_context.attn_metadata is None else 0.0
+        if self._may_rest:
+            # The second runner starts loads outside the forward pass too, and then describes the step's requests.
+            is_idle = not kwargs and forward_context.attn_metadata is None
+            self._patience = LOAD_PATIENCE if is_idle else 0.0
         if self._several_groups:
             self._ledger.started(*ordered_loads(metadata))
         (self.worker_half or self._no_worker()).start_kv_transfers(metadata)
