@@ -71,6 +71,7 @@ def test_tiers_keep_the_names_of_their_metrics_and_engines_are_counted_apart(ser
         assert one.load(range(6)) == (list(range(6)), [])
         found = sample(url)
         counts = of_this_process(found)
+        assert one.settle(lambda: bool(one.stat("written_bytes")))
         assert found.tiers["local"]["written_bytes"] == one.stat("written_bytes") > 0
         assert found.tiers["local"]["available"] == 1
         assert sum(found.latency["local"].values()) > 0

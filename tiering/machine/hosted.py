@@ -102,7 +102,6 @@ class HostedTier:
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
         self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
         self._told: dict[Engine, tuple[object, float]] = {}
-        self._fresh_results: set[Engine] = set()
 
     # ------------------------------------------------------------------------------------------------------ the engines
 
@@ -336,7 +335,6 @@ class HostedTier:
             if not job.left:
                 job.engine.jobs -= 1
                 self._count(job)
-                self._fresh_results.add(job.engine)
                 job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
 
     @staticmethod
@@ -407,7 +405,7 @@ class HostedTier:
                     engine.send(Record(Kind.WANTED, keys=wanted[first : first + MAX_KEYS]))
 
     def _report(self, now: float) -> None:
-        """Send the state to the engines for which it has changed, and to those that got results."""
+        """Send the state to the engines for which it has changed, and the statistics once in a while."""
         stats = self.stats = self.tier.get_stats()
         serving = bool(stats.available) and not self.resetting
         flags = SERVING * serving | STORING * (serving and bool(stats.writable))
@@ -415,12 +413,11 @@ class HostedTier:
             window = max(1, min(MOST_STORES, engine.num_rows // 4) // len(self.engines))
             state = (flags, self.generation, self.weights, self.epoch, window)
             told, when = self._told.get(engine, (None, 0.0))
-            if engine.behind or (told == state and now < when + STATE_SECONDS and engine not in self._fresh_results):
+            if engine.behind or (told == state and now < when + STATE_SECONDS):
                 continue
             self._told[engine] = state, now
             words = State(self.weights, self.epoch, window, stats.as_dict()).text()
             engine.send(Record(Kind.STATE, self.generation, flags, text=words))
-        self._fresh_results.clear()
 
     def waiting(self, engine: Engine) -> tuple[int, int]:
         """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""

@@ -7,6 +7,7 @@ has the same form in all versions, so that a refusal can be read by an engine of
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -115,12 +116,12 @@ def pack(record: Record) -> bytes:
     """
     kind, number, flag, seconds, text, keys, rows = record
     length = len(keys[0]) if keys else 0
-    if len(keys) > MAX_KEYS or len(text) > MAX_TEXT or (keys and {*map(len, keys)} != {length}):
+    if len(keys) > MAX_KEYS or len(text) > MAX_TEXT or [*map(len, keys)].count(length) != len(keys):
         raise MessageError(f"a record has {len(keys)} keys and {len(text)} bytes of text, or keys of several lengths")
     if (rows and len(rows) != len(keys)) or not (GROUP_BYTES < length <= MAX_KEY_BYTES or not keys):
         raise MessageError(f"a record has {len(rows)} rows for {len(keys)} keys of {length} bytes")
     head = _RECORD.pack(kind, flag, length, len(keys), len(rows), len(text), number, seconds)
-    return b"".join((head, text, *keys, np.asarray(rows, np.uint32).tobytes() if rows else b""))
+    return b"".join((head, text, *keys, array("I", rows).tobytes()))
 
 
 def messages(records: Iterable[bytes], first: int) -> Iterator[tuple[bytes, int]]:

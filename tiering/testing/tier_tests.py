@@ -137,6 +137,7 @@ class TierTests(RawMedium):
         frame[20 if part == "header" else len(frame) - self.group_bytes[0] // 2] ^= 0x01
         self.raw_write(place, bytes(frame))
         self._loads_none_and_counts(rig, K[:1])
+        rig.wait(lambda: rig.tier.get_stats().corrupt_blocks)  # statistics may come later than results
         assert rig.tier.get_stats().corrupt_blocks == 1
 
     def test_a_truncated_block_is_a_miss(self, rig: TierRig) -> None:
