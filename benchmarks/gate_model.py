@@ -185,7 +185,7 @@ class GateModel:
             prompt = waiting.popleft()
             if not prompt.is_seen:
                 prompt.is_seen = True
-                self._prefill.waited(self._clock.now - prompt.arrival)
+                self._prefill.arrived(prompt.arrival)
             match = self.manager.match_prefix(prompt.keys, prompt.ctx)
             if match.pending:
                 skipped.append(prompt)

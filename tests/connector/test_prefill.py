@@ -100,16 +100,31 @@ def test_a_step_that_is_built_while_another_runs_begins_when_that_one_ends(rig: 
     assert rig.per_token == pytest.approx(0.001, rel=0.1)
 
 
-@pytest.mark.parametrize(("waited", "times"), [(0.1, 2.0), (0.03, 1.3), (0.0, 1.0), (-5.0, 1.0)])
-def test_requests_that_wait_for_others_make_a_prompt_slower(rig: Rig, waited: float, times: float) -> None:
-    """The engine computes half of the time; a client alone never waits, and clocks may differ."""
-    for _ in range(2000):
-        rig.speed.waited(waited)
+@pytest.mark.parametrize("offset", [0.0, -3600.0, 1.7e9])
+@pytest.mark.parametrize(("waited", "times"), [(0.2, 2.0), (0.06, 1.3), (0.0, 1.0)])
+def test_requests_that_wait_for_others_make_a_prompt_slower(
+    rig: Rig, offset: float, waited: float, times: float
+) -> None:
+    """The engine computes half of the time, and every second request waits; its clock has nothing to do with theirs."""
+    for number in range(2000):
+        rig.speed.arrived(rig.clock() + offset - waited * (number % 2))
         rig.built({"a": 101})
         rig.clock.advance(0.1)
         rig.speed.ended()
         rig.clock.advance(0.1)
     assert rig.per_token == pytest.approx(times * TOKEN, rel=0.1)
+
+
+def test_a_clock_that_was_set_counts_for_some_minutes(rig: Rig) -> None:
+    for number in range(6_000):
+        rig.speed.arrived(rig.clock() - 100.0 * (number > 2000))
+        rig.built({"a": 101})
+        rig.clock.advance(0.1)
+        rig.speed.ended()
+        rig.clock.advance(0.1)
+        if number == 2500:
+            assert rig.per_token == pytest.approx(2 * TOKEN, rel=0.1)
+    assert rig.per_token == pytest.approx(TOKEN, rel=0.1)
 
 
 def test_prompts_of_one_step_make_each_other_slower(rig: Rig) -> None:
@@ -122,17 +137,19 @@ def test_prompts_of_one_step_make_each_other_slower(rig: Rig) -> None:
 
 
 def test_a_wait_for_what_is_no_prefill_does_not_make_a_prompt_slower(rig: Rig) -> None:
+    rig.speed.arrived(rig.clock())
     for _ in range(50):
-        rig.speed.waited(1000.0)
+        rig.speed.arrived(rig.clock() - 1000.0)
         rig.step({"a": 101}, 0.1)
     assert rig.per_token == pytest.approx(TOKEN, rel=0.01)
 
 
 def test_the_wait_is_that_since_the_arrival_at_the_engine() -> None:
     rig, request = Rig(None), FakeRequest("a", list(range(200)))
-    rig.speed._now = lambda: 1000.0
-    request.arrival_time = 990.0  # type: ignore[attr-defined]
-    rig.speed.follow(request, ReqContext("a"), RequestPolicy(load=False))
+    rig.clock.advance(0.1)
+    for arrival_time in (1000.0, 999.9):
+        request.arrival_time = arrival_time  # type: ignore[attr-defined]
+        rig.speed.follow(request, ReqContext("a"), RequestPolicy(load=False))
     rig.built({"a": 101})
     rig.clock.advance(0.1)
     rig.speed.ended()
@@ -143,7 +160,9 @@ def test_an_engine_that_was_busy_from_its_start_takes_its_prompts_for_no_faster(
     rig.built({"a": 101})
     rig.clock.advance(0.1)
     rig.speed.ended()
-    rig.speed.waited(0.2)
+    rig.speed.arrived(rig.clock())
+    for _ in range(2):
+        rig.speed.arrived(rig.clock() - 0.2)
     rig.built({"b": 101})
     rig.clock.advance(0.1)
     rig.speed.ended()

@@ -8,7 +8,6 @@ The first token of a request is there when the step ends that computes the last 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,9 @@ LEAST_TOKENS = 32
 LEAST_WEIGHT = 0.1
 """Weight of the latest step without a prompt in the estimate of its duration."""
 
+OFFSET_SECONDS = 300.0
+"""Time over which the shortest wait is taken, in seconds, and that of the period before."""
+
 MOST_STEPS = 64
 """Largest number of steps that are remembered until the engine reports them."""
 
@@ -59,7 +61,6 @@ class PrefillSpeed:
         groups: the KV-cache groups.
         manager: chooses between loading and computing.
         clock: returns monotonic seconds.
-        now: returns seconds since the epoch, as the engine's times of arrival; default: the system's time.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class PrefillSpeed:
         groups: Sequence[OffloadGroup],
         manager: OffloadingManager,
         clock: Callable[[], float],
-        now: Callable[[], float] = time.time,
     ) -> None:
         # A few blocks of a window, or one of a state, stand for the whole prefix: they follow the other groups.
         self._tokens = [group.offloaded_block_size if group.is_full else math.inf for group in groups]
         self._manager = manager
         self._clock = clock
-        self._now = now
         self._steps: deque[tuple[float, int, int, Sequence[_Prompt]]] = deque(maxlen=MOST_STEPS)
         """When each step that has not ended was built, its prompt tokens and prompts, and those that it ends."""
         self._prompts: dict[ReqId, _Prompt] = {}
+        self._built = clock()
+        """Time at which the latest step was built."""
         self._ended = -math.inf
         self._share = TimeShare(SHARE_HALF_LIFE, MOST_SHARE, clock())
         """Share of the time that steps with prompts take."""
@@ -84,6 +85,9 @@ class PrefillSpeed:
         """Time at which the last such step had ended."""
         self._alone = self._beside = self._waited = 0.0
         """Latest seconds of such steps, those of further prompts beside them, and the newest of these."""
+        self._offsets = [math.inf, math.inf]
+        """Shortest times since an arrival, of the present period and of the one before."""
+        self._period_ends = clock() + OFFSET_SECONDS
         self._cost = LinearCost(HALF_LIFE)
         self._least = 0.0
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
@@ -99,15 +103,25 @@ class PrefillSpeed:
             ctx: the request as the manager knows it.
             policy: limits of the request.
         """
-        self.waited(self._now() - getattr(request, "arrival_time", self._now()))
+        if (arrival := getattr(request, "arrival_time", None)) is not None:
+            self.arrived(arrival)
         if policy != DEFAULT_REQUEST_POLICY or has_hints(request):
             return
         self._prompts[ctx.req_id] = _Prompt(ctx, request)
         self._manager.measure_worth(ctx)
 
-    def waited(self, seconds: float) -> None:
-        """Record for how long a request has waited before the engine took it into account."""
-        self._waited += max(0.0, seconds)
+    def arrived(self, arrival: float) -> None:
+        """Record that the engine takes a request into account that arrived at ``arrival``, on any clock.
+
+        Its wait is what it took longer than the fastest one of the last minutes, which has waited for nobody. So the
+        clock may be that of an API server on another machine. The engine takes all requests that are there into account
+        before it builds a step, so that the wait began after the latest one.
+        """
+        now, offsets = self._clock(), self._offsets
+        if now >= self._period_ends:
+            self._period_ends, offsets[:] = now + OFFSET_SECONDS, (math.inf, offsets[0])
+        offsets[0] = min(offsets[0], now - arrival)
+        self._waited += min(now - arrival - min(offsets), now - self._built)
 
     def finished(self, req_id: ReqId) -> None:
         """Follow a request no more, because it has ended."""
@@ -120,7 +134,8 @@ class PrefillSpeed:
             # A request that decodes has one token in a step.
             tokens = sum(scheduled.values()) - len(scheduled)
             prompts = sum(count > 1 for count in scheduled.values()) if tokens >= LEAST_TOKENS else 0
-            self._steps.append((self._clock(), tokens, prompts, self._ends(scheduled) if self._prompts else ()))
+            self._built = self._clock()
+            self._steps.append((self._built, tokens, prompts, self._ends(scheduled) if self._prompts else ()))
 
     def _ends(self, scheduled: Mapping[ReqId, int]) -> Sequence[_Prompt]:
         """Return the prompts whose last token a step computes, and follow them no more."""

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 class EngineRequest(Protocol):
     """A request in the scheduler.
 
-    Three further attributes may be absent. ``arrival_time`` (default: the present time) is the time of the arrival, in
-    seconds since the epoch. ``num_output_placeholders`` (default: 0) counts scheduled output tokens whose
-    value is not known yet. ``skip_reading_prefix_cache`` (default: False) is True if every token of the prompt must be
-    computed.
+    Three further attributes may be absent. ``arrival_time`` (default: not known) is the time of the arrival in seconds,
+    on any clock. ``num_output_placeholders`` (default: 0) counts scheduled output tokens whose value is not known yet.
+    ``skip_reading_prefix_cache`` (default: False) is True if every token of the prompt must be computed.
     """
 
     @property
