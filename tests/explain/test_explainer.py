@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -132,14 +133,26 @@ class TestTokens:
         assert parted.token == 10
 
     def test_the_token_is_not_named_once_the_tokens_are_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(past_prompts, "MAX_TOKENS", 20)
+        monkeypatch.setattr(past_prompts, "MAX_TOKENS", 200)
         explainer = make_explainer()
         compute(explainer, "a", MINE, Prompt(self.TOKENS))
         compute(explainer, "other", keys_of(*range(200, 204)), Prompt(range(50, 67)))
         other = Prompt([*self.TOKENS[:10], *range(90, 97)])
         (_, parted, _) = compute(explainer, "b", [*MINE[:2], *THEIRS[2:]], other).spans
         assert (parted.cause, parted.token) == (MissCause.DIVERGED, None)
-        assert explainer._prompts._kept_tokens <= 20
+        assert len(explainer._prompts._kept) == 1
+
+    def test_short_prompts_take_no_more_memory_than_long_ones(self) -> None:
+        prompts = past_prompts.PastPrompts(1, 4, lambda: None)
+        tracemalloc.start()
+        try:
+            for number in range(12_000):
+                digest = prompts.digest(Prompt(range(number, number + 4)))
+                assert digest is not None
+                prompts.add(digest)
+            assert tracemalloc.get_traced_memory()[0] < 1.1 * 4 * past_prompts.MAX_TOKENS
+        finally:
+            tracemalloc.stop()
 
     @pytest.mark.parametrize(("salt", "token"), [("mine", 10), ("theirs", None)])
     def test_the_token_never_comes_from_another_salt(

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from tiering.explain.past_blocks import Hashes
 
 MAX_TOKENS = 1 << 20
-"""Largest number of tokens that are kept to compare prompts, of 4 bytes each."""
+"""Largest number of tokens that are kept to compare prompts, of 4 bytes each.
+
+Each prompt counts as :data:`PROMPT_TOKENS` more.
+"""
+
+PROMPT_TOKENS = 120
+"""Tokens that take as much memory as the objects of one prompt."""
 
 _PIECE = 2048
 """Tokens that are hashed before other threads may run; that takes about 0.1 ms."""
@@ -122,13 +128,16 @@ class PastPrompts:
         self._number = (self._number + 1) % _NUMBERS
         self._hashes[places] = digest.hashes
         self._owners[places] = np.uint32(self._number << _ADAPTER_BITS | digest.adapter)
-        if replaced := self._kept.pop(self._number, None):
-            self._kept_tokens -= len(replaced.tokens)
-        tokens = digest.tokens[:MAX_TOKENS]
-        self._kept[self._number] = digest._replace(tokens=tokens, hashes=_NO_HASHES)
-        self._kept_tokens += len(tokens)
-        while self._kept_tokens > MAX_TOKENS:
-            self._kept_tokens -= len(self._kept.pop(next(iter(self._kept))).tokens)
+        self._drop(self._number)
+        self._kept[self._number] = digest._replace(tokens=digest.tokens[:MAX_TOKENS], hashes=_NO_HASHES)
+        self._kept_tokens += len(digest.tokens[:MAX_TOKENS]) + PROMPT_TOKENS
+        while self._kept_tokens > MAX_TOKENS and len(self._kept) > 1:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, number: int) -> None:
+        """Drop the tokens of a request, if they are kept."""
+        if dropped := self._kept.pop(number, None):
+            self._kept_tokens -= len(dropped.tokens) + PROMPT_TOKENS
 
     def adapters(self, digest: Digest, first: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return for each block from ``first`` on whether this adapter, and whether another one, had it last."""
