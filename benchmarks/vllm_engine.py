@@ -97,9 +97,20 @@ _ids = itertools.count()
 
 
 def ask(
-    running: Engine, tokens: list[int], max_tokens: int, tiers: Sequence[str] | None = None, load: bool = True
+    running: Engine,
+    tokens: list[int],
+    max_tokens: int,
+    tiers: Sequence[str] | None = None,
+    load: bool = True,
+    beside: list[int] | None = None,
 ) -> Asked:
-    """Ask for ``max_tokens`` tokens; ``tiers`` are the secondary tiers that may be used (None: all)."""
+    """Ask for ``max_tokens`` tokens.
+
+    Args:
+        tiers: secondary tiers that may be used; default: all.
+        load: False if nothing may be loaded.
+        beside: prompt that arrives just before and uses no tiers; it is answered as well. Default: none.
+    """
     from vllm import SamplingParams
 
     words: dict[str, Any] = {} if load else {"load": False}
@@ -112,11 +123,15 @@ def ask(
     first, before = 0.0, 0
     keys: list[Any] = []
     got: list[int] = []
-    arrived = time.perf_counter()
-    core.add_request(f"ask-{next(_ids)}", {"prompt_token_ids": tokens}, sampling)
+    arrived, name = time.perf_counter(), f"ask-{next(_ids)}"
+    if beside is not None:
+        alone = {"kv_transfer_params": {"kv_tiering": {"load": False, "store": False}}}
+        other = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=alone)
+        core.add_request(f"ask-{next(_ids)}", {"prompt_token_ids": beside}, other)
+    core.add_request(name, {"prompt_token_ids": tokens}, sampling)
     while len(got) < max_tokens:
         begun, scheduled = time.perf_counter(), len(running.scheduled)
-        outputs = core.step()
+        outputs = [output for output in core.step() if output.request_id == name]
         ended = time.perf_counter()
         steps.append((begun, ended))
         if outputs:
@@ -129,6 +144,8 @@ def ask(
         if running.connector is not None and not keys:
             states = running.connector.scheduler_half.states
             keys = [key for state in states.values() for key in state.groups[0].keys]
+    while beside is not None and core.has_unfinished_requests():
+        core.step()
     return Asked(got, first - arrived, steps[:before], [end - begin for begin, end in steps[before:]], keys)
 
 
