@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from examples.mini_engine import Engine
+from examples.mini_engine.scheduler import ConnectorOutput
+from examples.mini_engine.simple import SimpleEngine
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt, result
+from tests.simple.simulation import Simulation, tokens
 from tests.thread_limit import ThreadLimit
 from tiering.api.request import ReqContext
 from tiering.errors import RegionError
@@ -21,6 +24,7 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory import region
 from tiering.primary.memory.preparation import FAILED, PREPARED, PREPARING, Preparation
 from tiering.primary.memory.region import SharedRegion
+from tiering.simple.metadata import SimpleCPUOffloadWorkerMetadata
 
 KEYS = [b"0123456789abcdef0123"]
 
@@ -213,3 +217,46 @@ def test_an_engine_without_memory_for_its_cpu_tier_serves(gate: Gate) -> None:
         assert answers[0] == answers[1]
         assert stats(engine)["loads"] == 0
         assert stats(engine)["rows_unprepared"] > 0
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_pool_of_the_simple_mode_joins_too(
+    gate: Gate, caplog: pytest.LogCaptureFixture, lazy: bool, fails: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    stack = {"mode": "simple", "lazy_offload": lazy, "primary": {"capacity": "8MiB"}}
+    prompts = [prompt(seed, 60) for seed in range(8)]
+    if fails:
+        gate.error = RegionError("there is no memory")
+    with SimpleEngine(options(num_blocks=44, stack=stack)) as engine:
+        assert engine.tiers is not None
+
+        def available() -> bool:
+            return bool(engine.tiers.scheduler_half.get_stats()["tiers"]["cpu"]["available"])  # type: ignore[union-attr]
+
+        expected = [result(answer) for answer in ask_all(engine, prompts, "before")]
+        assert (dict(engine.tiers.bytes_moved), available()) == ({}, False)
+        gate.open()
+        for name in ("joins", "stored", "loaded"):
+            assert [result(answer) for answer in ask_all(engine, prompts, name)] == expected
+            assert engine.settle()
+        assert (engine.loaded_bytes > 0, available()) == (not fails, not fails)
+    assert caplog.text.count("the CPU tier has joined") == (not fails)
+
+
+def test_the_pool_of_the_simple_mode_joins_when_all_workers_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "PREPARED_AT_ONCE", 0)
+    sim = Simulation(world_size=2)
+
+    def stored_after(reports: int) -> int:
+        if reports:
+            report = SimpleCPUOffloadWorkerMetadata(prepared=1)
+            sim.half.update_connector_output(ConnectorOutput(kv_connector_worker_meta=report))
+        sim.run(f"after {reports}", tokens(reports, 20))
+        return sum(len(meta.store_gpu_blocks) for meta in sim.metadata)
+
+    assert [stored_after(0), stored_after(1)] == [0, 0]
+    assert stored_after(2) > 0
+    both = SimpleCPUOffloadWorkerMetadata(prepared=1).aggregate(SimpleCPUOffloadWorkerMetadata(prepared=1))
+    assert both.prepared == 2

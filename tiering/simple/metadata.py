@@ -89,6 +89,8 @@ class SimpleCPUOffloadWorkerMetadata:
     """Store events that failed on any worker; their blocks never become visible."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
+    prepared: int = 0
+    """Number of workers whose memory has been prepared since their last report."""
 
     @property
     def finished(self) -> dict[int, int]:
@@ -98,4 +100,5 @@ class SimpleCPUOffloadWorkerMetadata:
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
         add_report(self, other)
+        self.prepared += other.prepared
         return self

@@ -30,6 +30,7 @@ from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import WorkerJobs
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
 from tiering.connector.tracked import NEVER
+from tiering.primary.memory.region import is_large
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.cache_config import KVCacheConfig, check_engine, check_options, derive_cpu_config
@@ -95,6 +96,8 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self.eager = EagerStores(self.cpu_block_pool, groups, self._tables.suspects)
         """Stores of blocks as soon as they are computed."""
         self._gpu: GPUBlockPool | None = None
+        self._unprepared = world_size if is_large(self.cpu_config.total_bytes) else 0
+        """Number of workers that have not reported that their memory is prepared."""
         self._loads: dict[str, list[Load]] = {}
         self._stores = WorkerJobs[Store](world_size)
         self.ordered: list[Blocks] = []
@@ -114,7 +117,11 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         return SimpleRequestState(request, policy, groups, ctx, may_load=policy.load, rewinding=self.eager.forget)
 
     def _is_paused(self) -> bool:
-        return self._gpu is None
+        return self._usable_pool() is None
+
+    def _usable_pool(self) -> GPUBlockPool | None:
+        """Return the engine's block pool once blocks may be copied; None before."""
+        return None if self._unprepared > 0 else self._gpu
 
     def _load(self, state: SimpleRequestState, external_tokens: int) -> int:
         """Order the load of the request's last hit.
@@ -153,9 +160,9 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         """
         self._drop_unissued(state.ctx.req_id)
         is_whole = state.scheduled and not state.loading and state.invalid_from is None and state.policy.store
-        if is_whole and not self.lazy_offload and self._gpu is not None:
+        if is_whole and not self.lazy_offload and (gpu := self._usable_pool()) is not None:
             state.look_again()
-            self.ordered += self._take_request(state, self._gpu, is_last=True)
+            self.ordered += self._take_request(state, gpu, is_last=True)
             self.eager.leave_over(state)
         self.eager.forget(state)
 
@@ -194,7 +201,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             names.
         """
         ordered, self.ordered = self.ordered, []
-        gpu, room = self._gpu, self.cpu_block_pool.num_free_blocks
+        gpu, room = self._usable_pool(), self.cpu_block_pool.num_free_blocks
         storable = [
             state
             for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
@@ -228,9 +235,17 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             self._load_ended(req_id)
         report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta
         if report is not None:
+            self._note_prepared(report.prepared)
             self._counters.stores_failed += len(self._stores.newly_failed(report))
             for store in self._stores.take_done(report):
                 self._store_ended(store)
+
+    def _note_prepared(self, workers: int) -> None:
+        """Count workers whose memory is prepared; after the last one, blocks are stored and loaded."""
+        if workers:
+            self._unprepared -= workers
+            if self._unprepared <= 0:
+                logger.info("the CPU tier has joined: its memory is prepared")
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
@@ -284,6 +299,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self._counters.jobs_active = len(self._stores) + sum(map(len, self._loads.values()))
         stats = super().get_stats()
         stats["tiers"][PRIMARY_TIER]["stores_dropped"] = self.eager.dropped
+        stats["tiers"][PRIMARY_TIER]["available"] = int(self._unprepared <= 0)
         return stats
 
     def shutdown(self) -> None:

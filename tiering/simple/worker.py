@@ -18,7 +18,7 @@ from tiering.copy.canonical import LayerCache, canonicalize
 from tiering.copy.handlers import HandlerEntry, make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
-from tiering.primary.memory.region import SharedRegion
+from tiering.primary.memory.region import SharedRegion, is_large
 from tiering.simple.cache_config import KVCacheConfig, check_engine, derive_cpu_config
 from tiering.simple.metadata import NO_EVENT, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
@@ -49,12 +49,16 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         self._gpu_config = kv_cache_config
         self._cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         self._region: SharedRegion | None = None
+        self._joins_later = is_large(self._cpu_config.total_bytes)
+        """True until the worker has reported that its memory is prepared; False from the start if it waits for that."""
         self._started = self._prepared = NO_EVENT
 
     # ----------------------------------------------------------------------------------------------------- registration
 
     def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the engine's KV cache and allocate the CPU memory; called once.
+
+        Large memory is prepared beside the engine's start, and is not used before.
 
         Args:
             kv_caches: KV-cache tensor of each layer, or the tensors of its state, by layer name.
@@ -78,7 +82,7 @@ class SimpleCPUOffloadWorker(WorkerHalf):
                 f"{gpu.block_bytes}; pass the configuration of these caches"
             )
         # One row is cut into all blocks. One row per block would be rounded up to a page.
-        self._region = SharedRegion.create(1, num_blocks * layout.row_bytes)
+        self._region = SharedRegion.create(1, num_blocks * layout.row_bytes, in_background=self._joins_later)
         rows = self._region.array.reshape(-1)[: num_blocks * layout.row_bytes].reshape(num_blocks, layout.row_bytes)
         yield from self.make_handlers(whole, rows.data, layout)
 
@@ -92,7 +96,9 @@ class SimpleCPUOffloadWorker(WorkerHalf):
             rows: memory of the CPU blocks.
             layout: layout of a block within its row.
         """
-        yield from make_handlers(kv_caches, rows, layout)
+        region = self._region
+        preparation = region.preparation if region is not None and region.in_background else None
+        yield from make_handlers(kv_caches, rows, layout, preparation=preparation)
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
@@ -120,12 +126,16 @@ class SimpleCPUOffloadWorker(WorkerHalf):
             self._submit_deferred()
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
-        """Return the stores that ended since the last call, for the scheduler half; None if there are none."""
-        if self._report.is_empty():
+        """Return what has ended since the last call, for the scheduler half; None if nothing has."""
+        joins = self._joins_later and self._region is not None and self._region.is_prepared
+        if self._report.is_empty() and not joins:
             return None
+        if joins:
+            self._joins_later = False
         report, self._report = self._report, OffloadingWorkerMetadata()
         events = {job_id // 2: workers for job_id, workers in report.finished.items()}
-        return SimpleCPUOffloadWorkerMetadata(events, {job_id // 2 for job_id in report.failed})
+        failed = {job_id // 2 for job_id in report.failed}
+        return SimpleCPUOffloadWorkerMetadata(events, failed, prepared=int(joins))
 
     def shutdown(self) -> None:
         """Wait for running copies, then release threads, pins and memory. A second call does nothing."""

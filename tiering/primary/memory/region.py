@@ -68,6 +68,11 @@ PREPARED_AT_ONCE = 1 << 30
 """Largest region in bytes whose preparation a start waits for; it takes a fraction of a second."""
 
 
+def is_large(nbytes: int) -> bool:
+    """Return True if a start does not wait for the preparation of a region of ``nbytes``."""
+    return nbytes > PREPARED_AT_ONCE
+
+
 def row_stride(row_bytes: int) -> int:
     """Return ``row_bytes`` rounded up to whole pages."""
     return -(-row_bytes // PAGE) * PAGE
@@ -339,7 +344,7 @@ class SharedRegion:
         def populate(is_over: Callable[[], bool]) -> None:
             prefault(self.array.reshape(-1), self.fd, share=share, is_over=is_over)
 
-        self.in_background = in_background and self.nbytes > PREPARED_AT_ONCE
+        self.in_background = in_background and is_large(self.nbytes)
         if self.in_background:
             self.preparation.begin(populate)
             return self
