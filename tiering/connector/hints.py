@@ -40,6 +40,7 @@ class FollowedHints:
         clock: Callable[[], float],
     ) -> None:
         self._bounds = spec.hints
+        self._actions = spec.hints.actions
         self._groups = groups
         self._manager = manager
         self._counters = counters
@@ -54,7 +55,7 @@ class FollowedHints:
             getattr(request, "session_id", None),
             getattr(request, "kv_hints", None),
             getattr(request, "cache_salt", None),
-            self._bounds.actions,
+            self._actions,
         )
         if hints.malformed:
             self._counters.hints_ignored += len(hints.malformed)
