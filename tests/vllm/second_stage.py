@@ -3,7 +3,8 @@
 vLLM's runner for GPUs makes this place in a run with dummy tokens, which the CPU build leaves out: without it, the
 second stage ends in an assertion at the first request, with or without a connector. Each worker imports this module.
 
-While the file that ``KV_TEST_SWAPPED_STAGES`` names exists, loads take the pages of the other of two stages.
+While the file that ``KV_TEST_STAGE_FAULT`` names exists, its text disturbs loads: those of the worker with this rank
+cannot be started, or (``swapped``) all take the pages of the other of two stages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 
 _gather = GPUModelRunner.sync_and_gather_intermediate_tensors
-_SWAPPED = os.environ.get("KV_TEST_SWAPPED_STAGES", "")
+_FAULT = os.environ.get("KV_TEST_STAGE_FAULT", "")
 
 
 def _gathered(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +41,8 @@ def _gathered(runner: Any, *args: Any, **kwargs: Any) -> Any:
 GPUModelRunner.sync_and_gather_intermediate_tensors = _gathered
 
 
-class _OtherStage(HostCopyHandler):
-    """A handler that loads the other stage's part of a row, while the file exists."""
+class _Disturbed(HostCopyHandler):
+    """A handler whose loads have the fault that the file names."""
 
     def __init__(
         self,
@@ -51,23 +53,25 @@ class _OtherStage(HostCopyHandler):
         threads: int | None = None,
     ) -> None:
         super().__init__(kv_caches, rows, layout, direction, threads)
-        self._other = None
-        if direction is Direction.LOAD:
-            other = replace(layout, rank=(layout.rank + layout.stage_ranks) % layout.world_size)
-            self._other = HostCopyHandler(kv_caches, rows, other, direction, threads)._layers
+        other = replace(layout, rank=(layout.rank + layout.stage_ranks) % layout.world_size)
+        self._rank, self._loads = str(layout.rank), direction is Direction.LOAD
+        self._swapped = partial(HostCopyHandler, kv_caches, rows, other, direction, threads)
 
     def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
         own = self._layers
-        if self._other is not None and Path(_SWAPPED).exists():
-            self._layers = self._other
+        fault = Path(_FAULT).read_text() if self._loads and Path(_FAULT).exists() else ""
+        if fault == self._rank:
+            return [job_id for job_id, _ in jobs]
+        if fault == "swapped":
+            self._layers = self._swapped()._layers
         try:
             return super().transfer_all_async(jobs)
         finally:
             self._layers = own
 
 
-if _SWAPPED:
-    vars(handlers)["HostCopyHandler"] = _OtherStage
+if _FAULT:
+    vars(handlers)["HostCopyHandler"] = _Disturbed
 
 
 class SecondStage:

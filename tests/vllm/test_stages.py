@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_gemma, write_llama
-from tests.vllm.rig import BLOCK_BYTES, answers_without_tiers, engine, whole_blocks, wrong
+from tests.vllm.models import write_adapter, write_gemma, write_llama
+from tests.vllm.rig import BLOCK_BYTES, answers_without_tiers, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, until
 from tests.vllm.test_canonical_rows import FIRST, SECOND, step, stored, workers
+from tests.vllm.test_lora import OPTIONS, Asked, ask
+from tests.vllm.test_lora_server import LORA, hold
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +54,13 @@ def test_stages_find_their_own_blocks_again_and_no_other_split_does(
         assert wrong(uneven.ask(FIRST), expected) == []
         assert loaded(uneven) == all_bytes
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,2")
-    swapped = tmp_path / "swapped"
-    monkeypatch.setenv("KV_TEST_SWAPPED_STAGES", str(swapped))
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("KV_TEST_STAGE_FAULT", str(fault))
     with workers(model, tmp_path, 2, *STAGES, tensor=1, words=stack(tmp_path)) as two:
         assert wrong(two.ask(FIRST), expected) == []
         assert loaded(two) == all_bytes, "the blocks of before the restart"
         two.evict()
-        swapped.touch()
+        fault.write_text("swapped")
         answers = two.ask(FIRST, kv_transfer_params={"kv_tiering": {"store": False}})
         assert loaded(two) == 2 * all_bytes
         assert wrong(answers, expected) == [0, 1, 2], "negative control: the other stage's layers"
@@ -102,3 +104,46 @@ def test_windows_beside_full_attention_with_few_layers_of_each_on_the_first_stag
     with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
         assert wrong(two.ask(FIRST), expected) == []
         assert loaded(two) == from_cpu
+
+
+def test_loads_that_fail_on_one_stage_preemptions_and_adapters(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stages compute what one of them could not load, and both workers must have read an adapter."""
+    many = [prompt(seed) for seed in range(20, 26)]
+    adapter = write_adapter(tmp_path / "adapter", 1)
+    expected, long = answers_without_tiers(llama, FIRST), answers_without_tiers(llama, many, 150)
+    with engine(llama, None, enable_prefix_caching=False, **OPTIONS) as plain:
+        adapted = ask(plain, Asked("parrot", 1, adapter))
+    fault = tmp_path / "fault"
+    monkeypatch.setenv("KV_TEST_STAGE_FAULT", str(fault))
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    all_bytes = BLOCKS * BLOCK_BYTES
+    with workers(llama, tmp_path, 2, *STAGES, *LORA, tensor=1, words=stack(tmp_path)) as two:
+        assert wrong(two.ask(FIRST), expected) == []
+        until(lambda: stored(two) >= BLOCKS, 60, "the stores")
+        for failed, rank in enumerate("01", 1):
+            two.evict()
+            before = loaded(two)
+            fault.write_text(rank)
+            assert wrong(two.ask(FIRST), expected) == []
+            fault.unlink()
+            assert loaded(two) - before < all_bytes, "the other stage has loaded its layers"
+            assert two.metric("kv_tiering_loads_failed_total") == failed * len(FIRST)
+        two.evict()
+        before = loaded(two)
+        assert wrong(two.ask(FIRST), expected) == []
+        assert loaded(two) - before == all_bytes
+        for _ in range(2):
+            assert wrong(two.ask(many, 150), long) == []
+            two.evict()
+        assert two.metric("vllm:num_preemptions_total") > 0
+        assert wrong(two.ask(many, 150), long) == []
+        hold(two, adapter)
+        before = stored(two)
+        assert wrong(two.ask(FIRST, model="parrot"), adapted) == []
+        until(lambda: stored(two) >= before + BLOCKS, 60, "the stores with an adapter")
+    with workers(llama, tmp_path, 2, *STAGES, *LORA, tensor=1, words=stack(tmp_path)) as two:
+        hold(two, adapter)
+        assert wrong(two.ask(FIRST, model="parrot"), adapted) == []
+        assert loaded(two) == all_bytes
