@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +15,17 @@ from examples.mini_engine.simple import SimpleEngine
 from tests.fake_gcs import fake_gcs
 from tests.mini_engine.helpers import ask_all, options, prompt, wrong_answers
 from tests.servers import Endpoint, azurite, moto_server
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering import (
+    ModelIdentity,
+    ReqContext,
+    TieringOffloadingManager,
+    load_prefix,
+    load_stack,
+    open_manager,
+    store_prefix,
+    wait_until_idle,
+)
+from tiering.testing.clock import until
 from tiering.testing.keys import keys_of
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -61,46 +69,43 @@ def memory_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def step_until(manager: TieringOffloadingManager, done: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    pause = threading.Event()
-    while not done():
-        assert time.monotonic() < end, "the tiers did not get there in time"
+def step_until(manager: TieringOffloadingManager, done: Callable[[], bool]) -> None:
+    def stepped() -> bool:
         manager.on_schedule_end()
-        pause.wait(0.002)
+        return done()
+
+    assert until(stepped), "the tiers did not get there in time"
 
 
-def store(manager: TieringOffloadingManager, keys: list[bytes], data: Blocks, ctx: ReqContext) -> None:
-    rows = np.asarray(manager.primary_tier.get_kv_memoryview())
-    out = manager.prepare_store(keys, ctx)
-    assert out is not None
-    assert out.keys_to_store == keys
-    rows[out.store_spec.block_ids, :BLOCK_BYTES] = data
-    manager.complete_store(keys, ctx)
-    manager.on_schedule_end()
-    again = ReqContext(f"{ctx.req_id} again")  # the second use, for which admission may wait
+def store(manager: TieringOffloadingManager, keys: list[bytes], data: Blocks) -> None:
+    def write(position: int, row: NDArray[np.uint8]) -> None:
+        row[:BLOCK_BYTES] = data[position]
+
+    assert store_prefix(manager, keys, ReqContext("first use"), write) == len(keys)
+    again = ReqContext("second use")  # for which admission may wait
     manager.on_new_request(again)
     manager.touch(keys, again)
     manager.on_schedule_end()
     manager.on_request_finished(again)
-    step_until(manager, lambda: not manager.has_pending_work())
+    assert wait_until_idle(manager)
 
 
-def load(manager: TieringOffloadingManager, keys: list[bytes], ctx: ReqContext) -> Blocks:
-    step_until(manager, lambda: not manager.match_prefix(keys, ctx).pending)
-    assert manager.match_prefix(keys, ctx) == (len(keys), False)
-    spec = manager.prepare_load(keys, ctx)
-    found = np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES]
-    manager.complete_load(keys, ctx)
-    return found
+def load(manager: TieringOffloadingManager, keys: list[bytes]) -> Blocks:
+    """Return the leading blocks of ``keys`` that are held."""
+    found = np.zeros((len(keys), BLOCK_BYTES), np.uint8)
+
+    def read(position: int, row: NDArray[np.uint8]) -> None:
+        found[position] = row[:BLOCK_BYTES]
+
+    return found[: load_prefix(manager, keys, ReqContext("load"), read)]
 
 
-def fill_with_others(manager: TieringOffloadingManager, ctx: ReqContext) -> None:
+def fill_with_others(manager: TieringOffloadingManager) -> None:
     """Evict all other blocks from the primary tier."""
     rows = manager.primary_tier.num_rows
     for start in range(0, rows, ROWS):
         keys = keys_of(*range(1000 + start, 1000 + min(start + ROWS, rows)))
-        store(manager, keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8), ctx)
+        store(manager, keys, np.zeros((len(keys), BLOCK_BYTES), np.uint8))
 
 
 def test_every_example_is_used_here() -> None:
@@ -111,38 +116,25 @@ def test_every_example_is_used_here() -> None:
 @pytest.mark.usefixtures("object_store", "memory_pool")
 @pytest.mark.parametrize("name", ["cpu", "cpu-nvme", "cpu-nvme-pool", "cpu-nvme-s3", "dev-memory"])
 def test_a_block_stored_in_the_cpu_tier_is_loaded_again(name: str, blocks: Blocks) -> None:
-    ctx = ReqContext("a")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
-        manager.on_new_request(ctx)
-        store(manager, KEYS, blocks, ctx)
-        assert np.array_equal(load(manager, KEYS, ctx), blocks)
-        manager.on_request_finished(ctx)
+        store(manager, KEYS, blocks)
+        assert np.array_equal(load(manager, KEYS), blocks)
 
 
 @pytest.mark.parametrize("name", ["cpu-nvme", "dev-memory"])
 def test_a_block_that_left_the_cpu_tier_is_promoted_again(name: str, blocks: Blocks) -> None:
-    first, second = ReqContext("a"), ReqContext("b")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
-        manager.on_new_request(first)
-        store(manager, KEYS, blocks, first)
-        fill_with_others(manager, first)
-        manager.on_request_finished(first)
-        manager.on_schedule_end()
-        manager.on_new_request(second)
-        assert manager.primary_tier.match_prefix(KEYS, second).hits == 0
-        assert np.array_equal(load(manager, KEYS, second), blocks)
-        manager.on_request_finished(second)
+        store(manager, KEYS, blocks)
+        fill_with_others(manager)
+        assert manager.primary_tier.match_prefix(KEYS, ReqContext("a")).hits == 0
+        assert np.array_equal(load(manager, KEYS), blocks)
 
 
 def run_once(name: str, blocks: Blocks | None) -> Blocks:
-    ctx = ReqContext("a")
     with open_manager(load_stack(CONFIGS / f"{name}.yaml"), BLOCK_BYTES, MODEL) as manager:
-        manager.on_new_request(ctx)
         if blocks is not None:
-            store(manager, KEYS, blocks, ctx)
-        found = load(manager, KEYS, ctx)
-        manager.on_request_finished(ctx)
-    return found
+            store(manager, KEYS, blocks)
+        return load(manager, KEYS)
 
 
 def test_a_restart_finds_the_blocks_on_its_disk(blocks: Blocks) -> None:
@@ -235,12 +227,7 @@ def test_a_tenant_with_another_salt_finds_nothing(
 ) -> None:
     run_once("cpu-nvme-s3", blocks)
     monkeypatch.setenv("KV_SALT", "another tenant")
-    with open_manager(load_stack(CONFIGS / "cpu-nvme-s3.yaml"), BLOCK_BYTES, MODEL) as manager:
-        ctx = ReqContext("a")
-        manager.on_new_request(ctx)
-        step_until(manager, lambda: not manager.match_prefix(KEYS, ctx).pending)
-        assert manager.match_prefix(KEYS, ctx).hits == 0
-        manager.on_request_finished(ctx)
+    assert len(run_once("cpu-nvme-s3", None)) == 0
 
 
 def test_the_simple_scheduler_loads_what_has_left_the_gpu() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,8 +12,9 @@ import numpy as np
 import pytest
 
 from examples.own_tier import SQLITE_TIER, SQLiteOptions, SQLiteStore
-from tiering import ModelIdentity, ReqContext, TieringOffloadingManager, load_stack, open_manager
+from tiering import ModelIdentity, ReqContext, load_prefix, load_stack, open_manager, store_prefix, wait_until_idle
 from tiering.config.stack_file import StackConfig
+from tiering.manager.prompts import Row
 from tiering.testing.keys import keys_of
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
@@ -45,38 +44,24 @@ def stack(tmp_path: Path) -> MakeStack:
     return stack
 
 
-def step_until_idle(manager: TieringOffloadingManager) -> None:
-    end, pause = time.monotonic() + 20, threading.Event()
-    while manager.has_pending_work() or manager.match_prefix(KEYS, CTX).pending:
-        assert time.monotonic() < end, "the tier did not get there in time"
-        manager.on_schedule_end()
-        pause.wait(0.002)
-
-
 def fill(stack: StackConfig) -> None:
     with open_manager(stack, BLOCK_BYTES, MODEL) as manager:
-        manager.on_new_request(CTX)
-        out = manager.prepare_store(KEYS, CTX)
-        assert out is not None
-        np.asarray(manager.primary_tier.get_kv_memoryview())[out.store_spec.block_ids, :BLOCK_BYTES] = DATA
-        manager.complete_store(KEYS, CTX)
-        step_until_idle(manager)
-        manager.on_request_finished(CTX)
+
+        def write(position: int, row: Row) -> None:
+            row[:BLOCK_BYTES] = DATA[position]
+
+        assert store_prefix(manager, KEYS, CTX, write) == len(KEYS)
+        assert wait_until_idle(manager)
 
 
 def held(stack: StackConfig, model: ModelIdentity = MODEL) -> int:
     """Return the number of blocks that a new process finds; fails if one is not intact."""
     with open_manager(stack, BLOCK_BYTES, model) as manager:
-        manager.on_new_request(CTX)
-        step_until_idle(manager)
-        hits = manager.match_prefix(KEYS, CTX).hits
-        spec = manager.prepare_load(KEYS[:hits], CTX)
-        assert np.array_equal(
-            np.asarray(manager.primary_tier.get_kv_memoryview())[spec.block_ids, :BLOCK_BYTES], DATA[:hits]
-        )
-        manager.complete_load(KEYS[:hits], CTX)
-        manager.on_request_finished(CTX)
-    return hits
+
+        def read(position: int, row: Row) -> None:
+            assert np.array_equal(row[:BLOCK_BYTES], DATA[position])
+
+        return load_prefix(manager, KEYS, CTX, read)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])

@@ -29,6 +29,7 @@ from tiering.secondary.contract import (
     TransferJob,
 )
 from tiering.secondary.tier_stats import TierStats
+from tiering.testing.clock import until
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import TierTests
@@ -113,10 +114,12 @@ class Door(SecondaryTierManager):
     def _serves(self, deadline: float) -> bool:
         """Wait until the local tier is in service."""
         self._values["available"] = 0.0
-        while not self._counter("available") and time.monotonic() < deadline:
+
+        def serves() -> float:
             self.tier.on_request_finished(self._begin("waits"))
-            time.sleep(0.001)
-        return bool(self._values["available"])
+            return self._counter("available")
+
+        return until(serves, deadline - time.monotonic())
 
     def _counter(self, name: str) -> float:
         """Return a counter or gauge of the local tier, as vLLM gets it."""
@@ -215,9 +218,11 @@ class Door(SecondaryTierManager):
         return StepEnd()
 
     def drain(self, deadline: float) -> bool:
-        while (self._stores or self._stored or self._loads) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        def ended() -> bool:
             list(self.get_finished())
+            return not (self._stores or self._stored or self._loads)
+
+        until(ended, deadline - time.monotonic())
         return True
 
     def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
