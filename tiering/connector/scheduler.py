@@ -319,9 +319,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         asked = [(state.request, state.open_question[0]) for state in self.states.values() if state.open_question]
 
         def answered() -> bool:
-            pending = ASK_AGAIN in [self.get_num_new_matched_tokens(*question) for question in asked]
+            asked[:] = [question for question in asked if self.get_num_new_matched_tokens(*question) == ASK_AGAIN]
             self._end_managers_step()  # what the answers begin goes on
-            return not pending
+            return not asked
 
         if asked and not self._jobs:
             self.manager.wait_until(answered, seconds)

@@ -16,6 +16,9 @@ from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.exclusive import COPIES_PER_BLOCK
 from tiering.manager.parts import ManagerParts
 
+LOOK_PAUSE = 5e-4
+"""Least time between two looks of :meth:`ManagerLookups.wait_until`, in seconds: each end of a store is news too."""
+
 
 class ManagerLookups(ManagerParts):
     """The part of a manager of tiers that finds the blocks of requests, and lets the engine load them."""
@@ -91,7 +94,8 @@ class ManagerLookups(ManagerParts):
         deadline, news = time.monotonic() + seconds, threading.Event()
         with self.news.listening(news.set):
             while not answered() and (left := deadline - time.monotonic()) > 0.0:
-                news.wait(left)
+                time.sleep(min(left, LOOK_PAUSE))
+                news.wait(max(0.0, left - LOOK_PAUSE))
                 news.clear()
 
     def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:
