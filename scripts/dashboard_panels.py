@@ -190,6 +190,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
                 "{{tier}} done": _tier_rate("promotions"),
                 "{{tier}} failed": _tier_rate("promotions_failed"),
                 "{{tier}} overdue": _tier_rate("loads_overdue"),
+                "{{tier}} process started again": _tier_rate("io_restarts"),
                 "{{tier}} too long": _tier_rate("loads_too_long"),
             },
             "Blocks a second. Requests compute the blocks whose promotion failed or missed its deadline.",

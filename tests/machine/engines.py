@@ -46,7 +46,7 @@ class SmallEngine:
     """A manager over rows of its own, whose blocks have bytes that follow from number and weights.
 
     Args:
-        socket: the service's socket.
+        socket: the service's socket; None: the words have the tiers.
         tiers: names of the service's tiers.
         rows: number of rows.
         name: name of the model.
@@ -54,12 +54,11 @@ class SmallEngine:
     """
 
     def __init__(
-        self, socket: Path, tiers: Sequence[str] = TIERS, rows: int = 24, name: str = "model", **words: Any
+        self, socket: Path | None, tiers: Sequence[str] = TIERS, rows: int = 24, name: str = "model", **words: Any
     ) -> None:
-        machine = {"socket": str(socket), "tiers": list(tiers), **words.pop("machine", {})}
-        stack = load_stack(
-            {"primary": {"capacity": rows * max(GROUP_BYTES)}, "machine": machine, "shutdown_deadline": "5s", **words}
-        )
+        if socket is not None:
+            words["machine"] = {"socket": str(socket), "tiers": list(tiers), **words.pop("machine", {})}
+        stack = load_stack({"primary": {"capacity": rows * max(GROUP_BYTES)}, "shutdown_deadline": "5s", **words})
         self.manager = open_manager(stack, GROUP_BYTES, model(name))
         self.weights = 0
         self._requests = 0

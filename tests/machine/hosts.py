@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tiering.cli.serve import builders
+from tiering.config.io_process import builders
 from tiering.config.stack_file import load_stack
 from tiering.machine.namespaces import TierBuilder
 from tiering.machine.service import MachineService
@@ -31,7 +31,7 @@ def stack_of(*tiers: Mapping[str, Any], capacity: str = "64MiB", **words: Any) -
 def service_in_thread(path: Path, *tiers: Mapping[str, Any], **more: TierBuilder) -> Iterator[MachineService]:
     """Run a service with ``tiers`` in a thread of this process."""
     config = load_stack(stack_of(*tiers))
-    service = MachineService(path, {**builders(config), **more}, most_bytes=1 << 30)
+    service = MachineService(path, {**builders(config.secondary), **more}, most_bytes=1 << 30)
     service.listen()
     thread = threading.Thread(target=service.run, name="kv-test-service")
     thread.start()

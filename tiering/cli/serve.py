@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 import click
@@ -18,21 +17,19 @@ from tiering.api.masking import guard_logs
 from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.service_metrics import endpoint
 from tiering.cli.transfer_config import stack_at
+from tiering.config.io_process import builders
 from tiering.config.problems import Problem, refuse
-from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
 from tiering.errors import TieringError
-from tiering.machine.namespaces import TierBuilder
-from tiering.machine.options import LONGEST_SOCKET, MOST_TIERS
+from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS
 from tiering.machine.service import MachineService
 
 _ENGINES: Sequence[str] = (
-    *("machine", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
+    *("machine", "io", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
     *("events", "hints", "mode", "layout", "lazy_offload", "reset_deadline", "open_deadline"),
 )
 """Words of a stack that concern one engine."""
 
-_HOSTED = ("local", "memory", "object", "s3", "valkey")
 _OF_ENGINES = ("primary_share", "min_prefix_blocks", "load_or_compute", "required")
 
 
@@ -79,7 +76,7 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
     guard_logs()
     service = MachineService(
         path.absolute(),
-        builders(config),
+        builders(config.secondary),
         most_bytes=config.primary.capacity,
         shutdown_seconds=config.shutdown_deadline,
         keep_seconds=keep_seconds,
@@ -96,11 +93,6 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
         if not service.run(notifier.beat):
             raise TieringError("some I/O did not end in time")
     return 0
-
-
-def builders(config: StackConfig) -> dict[str, TierBuilder]:
-    """Return the function that builds each tier of a service's stack, by name."""
-    return {options.tier_name: partial(tier_definition(options.type).build, options) for options in config.secondary}
 
 
 def check_service(name: str, config: StackConfig) -> None:
@@ -121,8 +113,8 @@ def check_service(name: str, config: StackConfig) -> None:
     if not config.secondary or len(config.secondary) > MOST_TIERS:
         problems.append(Problem(("secondary",), f"must have 1 to {MOST_TIERS} tiers for the engines"))
     for index, tier in enumerate(config.secondary):
-        if config.machine is None and tier.type not in _HOSTED:
-            text = f"a service cannot host {tier.type}; it can host {', '.join(_HOSTED)}"
+        if config.machine is None and tier.type not in HOSTED_TYPES:
+            text = f"a service cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
             problems.append(Problem(("secondary", index, "type"), text))
         problems += [
             Problem(("secondary", index, word), "concerns one engine's rows; the service has none, leave it out")

@@ -12,6 +12,7 @@ from typing import Literal, NoReturn
 from pydantic import BaseModel, ValidationError
 
 from tiering.api.masking import MASK, is_secret, mask_text, masked, shown
+from tiering.api.units import Strict
 from tiering.config.words import descriptions
 from tiering.errors import ConfigError
 from tiering.secondary.options import TierOptions
@@ -194,3 +195,21 @@ def _in_secret(path: FieldPath) -> bool:
 
 def _shown(path: FieldPath, value: object) -> str:
     return MASK if _in_secret(path) else shown(value)
+
+
+def changed(part: Strict) -> set[str]:
+    """Return the words of ``part`` whose values are not the defaults."""
+    return {word for word, value in part if value != type(part).model_fields[word].default}
+
+
+def repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
+    """Return (index, earlier index, value) for each repeated value; None never counts as repeated."""
+    first: dict[str, int] = {}
+    found: list[tuple[int, int, str]] = []
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        if value in first:
+            found.append((index, first[value], value))
+        first.setdefault(value, index)
+    return found

@@ -15,6 +15,7 @@ from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, mask_text, safe_cause
 from tiering.api.namespace import ModelIdentity, Namespace, PendingNamespace
 from tiering.api.units import format_bytes
+from tiering.config.io_process import IoProcess
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
@@ -103,12 +104,17 @@ def open_manager(
             undo.callback(rows.close)
         primary = CPUPrimaryTierOffloadingManager(rows, stack.primary.eviction, events)
         tiers: list[SecondaryTierManager] = []
+        host = None
+        if stack.io == "process":
+            host = IoProcess(stack.secondary, replica, stack.shutdown_deadline)
+            undo.callback(host.close)
+            host.start(stack.open_deadline)
         for options in stack.secondary:
             context = TierContext(
                 name=options.tier_name,
                 primary_view=primary.get_kv_memoryview(),
                 group_bytes=group_bytes,
-                namespace=durable if tier_definition(options.type).persistent else namespace,
+                namespace=durable if host or tier_definition(options.type).persistent else namespace,
                 clock=clock,
                 enable_events=events,
                 replica=replica,
@@ -118,7 +124,7 @@ def open_manager(
                 rows_fd=rows.fd,
                 agreement=agreement,
             )
-            tier = _build(len(tiers), options, context)
+            tier = _build(len(tiers), options, context) if host is None else host.tier(options, context)
             undo.callback(tier.shutdown, clock())
             tiers.append(tier)
         manager = TieringOffloadingManager(

@@ -6,7 +6,7 @@ A stack is validated as a whole before anything is opened. The code of a tier is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,8 @@ from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, masked, shown
 from tiering.api.namespace import revision_digest
 from tiering.api.units import Directory, Duration, Share, Size, Strict
-from tiering.config.problems import Problem, Problems, problems_of, refuse
+from tiering.config.other_process import other_process_problems
+from tiering.config.problems import Problem, Problems, changed, problems_of, refuse, repeated
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import StackSource, escaped, read_source
 from tiering.errors import ConfigError
@@ -209,6 +210,11 @@ class StackConfig(Strict):
 
     ``kv-tiering serve`` is the service. Engines of one machine then share the tiers.
     """
+    io: Literal["thread", "process"] = "thread"
+    """"thread" (default): secondary tiers work in the engine; "process": in a process of its own.
+
+    The process is started and ended with the engine, and leaves the interpreter to the engine's steps.
+    """
     namespace: str = ""
     """Name of the cache; default empty. Stacks with different names never share blocks."""
     salt: str = ""
@@ -299,7 +305,7 @@ class StackConfig(Strict):
                 ("secondary", index, "name"),
                 f"{name!r} is also the name of secondary[{other}]; give each tier a name of its own",
             )
-            for index, other, name in _repeated(tier.tier_name for tier in self.secondary)
+            for index, other, name in repeated(tier.tier_name for tier in self.secondary)
         ]
         problems += [
             Problem(
@@ -319,7 +325,7 @@ class StackConfig(Strict):
                 )
         problems += [
             Problem(("secondary", index), f"shares {place} with secondary[{other}]; two tiers cannot be in one place")
-            for index, other, place in _repeated(places)
+            for index, other, place in repeated(places)
         ]
         problems += [
             Problem(
@@ -358,35 +364,12 @@ class StackConfig(Strict):
             )
             problems.append(Problem(("layout",), text))
         problems += self._check_mode()
-        problems += self._check_machine()
+        problems += other_process_problems(self)
         if problems:
             raise Problems(problems)
         if self.machine is not None:
             object.__setattr__(self, "secondary", self.machine.tier_options())  # the model is frozen from here on
         return self
-
-    def _check_machine(self) -> list[Problem]:
-        """Refuse what a service of this machine does not do for its engines."""
-        machine = self.machine
-        if machine is None or self.mode == "simple":
-            return []
-        refused = [
-            (bool(self.secondary), "secondary", "the service hosts the tiers; leave one of the two words out"),
-            (self.warm_start is not None, "warm_start", "the service publishes no keys; leave it out"),
-            (self.explain is not None, "explain", "it does not follow the tiers of another process; leave it out"),
-            (self.events, "events", "the tiers of another process announce no blocks; leave it out"),
-        ]
-        problems = [Problem((word,), f"cannot be used with machine: {why}") for wrong, word, why in refused if wrong]
-        problems += [
-            Problem(("machine", "tiers", index), f"{name!r} is also the name of machine.tiers[{other}]; name each once")
-            for index, other, name in _repeated(machine.tiers)
-        ]
-        problems += [
-            Problem(("machine", "tiers", index), f"{PRIMARY_TIER!r} is the name of the primary tier")
-            for index, name in enumerate(machine.tiers)
-            if name == PRIMARY_TIER
-        ]
-        return problems
 
     def _check_warm_start(self) -> list[Problem]:
         """Refuse a warm start without a tier that outlives the process and keeps documents."""
@@ -409,8 +392,8 @@ class StackConfig(Strict):
             Problem(("secondary", index), "mode simple has no secondary tiers; leave them out, or use mode tiering")
             for index in range(len(self.secondary))
         ]
-        unused = _changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
-        unused_primary = _changed(self.primary) - {"capacity"}
+        unused = changed(self) - {"primary", "secondary", "events", "mode", "lazy_offload"}
+        unused_primary = changed(self.primary) - {"capacity"}
         if "record_trace" in unused:
             unused.remove("record_trace")
             problems.append(
@@ -434,11 +417,6 @@ class StackConfig(Strict):
         return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
 
 
-def _changed(part: Strict) -> set[str]:
-    """Return the words of ``part`` whose values are not the defaults."""
-    return {word for word, value in part if value != type(part).model_fields[word].default}
-
-
 def _map_text(value: object, change: Callable[[str], str]) -> object:
     """Return ``value``, plain data, with ``change`` applied to each text in it."""
     if isinstance(value, str):
@@ -446,19 +424,6 @@ def _map_text(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, dict):
         return {key: _map_text(item, change) for key, item in value.items()}
     return [_map_text(item, change) for item in value] if isinstance(value, list) else value
-
-
-def _repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
-    """Return (index, earlier index, value) for each repeated value; None never counts as repeated."""
-    first: dict[str, int] = {}
-    found: list[tuple[int, int, str]] = []
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        if value in first:
-            found.append((index, first[value], value))
-        first.setdefault(value, index)
-    return found
 
 
 def load_stack(stack: str | os.PathLike[str] | Mapping[str, object] | StackSource) -> StackConfig:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tiering.api.metric import counter, gauge
 from tiering.secondary.tier_stats import TierStats
+
+_log = logging.getLogger("kv_tiering.machine")
+
+_OWN = {"queries", "hits", "misses", "promotions", "promotions_failed", "promotions_active", "cascades"}
+_OWN |= {"cascades_failed", "cascades_active", "stores_dropped", "stores_evicted", "loads_overdue", "lookups_late"}
+_OWN |= {"job_latency", "job_latency_sum", "available", "writable", "io_restarts"}
+_MEDIUM = frozenset(field.name for field in fields(TierStats)) - _OWN
+"""Statistics of the medium, which are the same for all engines."""
 
 EngineOfTier = tuple[str, str, str]
 """Name of an engine, of its namespace and of its tier."""
@@ -100,3 +110,14 @@ class ServiceLook:
     """Statistics of each tier, of all engines together, by namespace and name."""
     engines: Mapping[EngineOfTier, EngineCounts] = field(default_factory=dict)
     """Counts of each engine at each tier."""
+
+
+def with_medium(stats: TierStats, text: bytes) -> TierStats:
+    """Return ``stats`` after those of the medium have been set to what a service has sent as ``text``."""
+    try:
+        found = json.loads(text)
+        for name in _MEDIUM.intersection(found):
+            setattr(stats, name, type(getattr(stats, name))(found[name]))
+    except (ValueError, TypeError, AttributeError) as error:
+        _log.debug("the service's statistics cannot be read: %s", error)
+    return stats

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tiering.errors import StoreError, TieringError
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
@@ -31,9 +31,24 @@ FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
 HANDSHAKE_SECONDS = 5.0
 """Seconds that the service may take to answer a new connection."""
 
+PROOF_SECONDS = 1.0
+"""Seconds within which the link finds out that a process has died."""
+
 _LONGEST_WAIT = 0.02
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("@iII")
+
+
+class TierHost(Protocol):
+    """A process that serves the tiers of one engine."""
+
+    address: str
+    """Address of its socket."""
+    restarts: int
+    """Number of its starts after the first."""
+
+    def leave(self) -> bool:
+        """End the process with the last tier, and return True if it is dead."""
 
 
 class Happening(Enum):
@@ -270,7 +285,8 @@ class Link:
         try:
             connection = greet(self._path, *self._greeting())
         except (OSError, TieringError) as error:
-            text = f"{self._path}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+            shown = self._path.replace("\0", "@")
+            text = f"{shown}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
             quiet = isinstance(error, StoreError)  # the weights are not known yet
             if text != self._last_error and not quiet:
                 _log.warning(
@@ -278,7 +294,7 @@ class Link:
                 )
                 self._last_error = text
             return None
-        _log.info("tier %s: connected to the service of the machine at %s", self._name, self._path)
+        _log.info("tier %s: connected to the service at %s", self._name, self._path.replace("\0", "@"))
         self._last_error = ""
         return connection
 

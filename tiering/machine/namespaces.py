@@ -31,6 +31,11 @@ TierBuilder = Callable[[TierContext], SecondaryTierManager]
 """Function that returns a tier that is not open."""
 
 
+def own_replica(namespace: Namespace) -> str:
+    """Return the name of a replica that no other namespace has."""
+    return namespace.directory[:16]
+
+
 class Member(Engine, Protocol):
     """One connection of an engine, as its namespace uses it."""
 
@@ -52,6 +57,7 @@ class HostedNamespace:
         wake: function that wakes the service's thread, from any thread.
         clock: function that returns monotonic seconds.
         generations: source of numbers of generations, which never returns one twice.
+        replica: replica whose directories the tiers use, or None.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class HostedNamespace:
         wake: Callable[[], None],
         clock: Callable[[], float],
         generations: Iterator[int],
+        replica: str | None,
     ) -> None:
         self.name = namespace.directory[:8]
         """Name in the log and in metrics."""
@@ -84,6 +91,7 @@ class HostedNamespace:
         self._wake = wake
         self._clock = clock
         self._generations = generations
+        self._replica = replica
         self._news = ExitStack()
         self._close_due = 0.0
 
@@ -106,7 +114,7 @@ class HostedNamespace:
                     group_bytes=self.groups,
                     namespace=self.namespace,
                     clock=self._clock,
-                    replica=self.namespace.directory[:16],
+                    replica=self._replica,
                     revision=revision_of(weights),
                     news=news,
                     agreement=agreement,

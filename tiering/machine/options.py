@@ -12,6 +12,9 @@ from tiering.secondary.options import TierOptions
 MACHINE_TYPE = "tiering.machine.tier:MACHINE_TIER"
 """Type of a tier of the service, as the registry finds it; stacks have the word ``machine``."""
 
+HOSTED_TYPES = ("local", "memory", "object", "s3", "valkey")
+"""Types of tiers that another process can host."""
+
 LONGEST_SOCKET = 107
 """Largest number of bytes of the path of a UNIX socket on Linux."""
 

@@ -31,7 +31,7 @@ from tiering.errors import ConfigError, TieringError
 from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, ServiceLook
 from tiering.machine.door import bind_socket
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
-from tiering.machine.namespaces import HostedNamespace, TierBuilder
+from tiering.machine.namespaces import HostedNamespace, TierBuilder, own_replica
 from tiering.machine.peers import NO_ROOM, Peer
 from tiering.machine.regions import Regions
 from tiering.machine.words import Greeting
@@ -69,6 +69,7 @@ class MachineService:
         most_bytes: largest number of bytes of the rows of one engine.
         shutdown_seconds: seconds that the end may take.
         keep_seconds: seconds for which rows of an engine that has ended wait for the next one.
+        replica_of: returns the replica whose directories the tiers of a namespace use; default: one per namespace.
         clock: function that returns monotonic seconds.
     """
 
@@ -80,6 +81,7 @@ class MachineService:
         most_bytes: int,
         shutdown_seconds: float = 30.0,
         keep_seconds: float = 600.0,
+        replica_of: Callable[[Namespace], str | None] = own_replica,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
@@ -87,6 +89,7 @@ class MachineService:
         self._builders = builders
         self._most_bytes = most_bytes
         self._shutdown_seconds = shutdown_seconds
+        self._replica_of = replica_of
         self._clock = clock
         self.instance = secrets.token_hex(8)
         """Name of this process, which no other has."""
@@ -115,14 +118,17 @@ class MachineService:
 
     # --------------------------------------------------------------------------------------------------------- the life
 
-    def listen(self) -> None:
-        """Make the socket, for this user alone.
+    def listen(self, listener: socket.socket | None = None) -> None:
+        """Take connections of this user alone.
+
+        Args:
+            listener: socket that listens; default: a new one at the path.
 
         Raises:
             ConfigError: another service listens there, or the directory is not private.
         """
-        self._listener = bind_socket(self.path)
-        self._inode = self.path.lstat().st_ino
+        self._listener = listener or bind_socket(self.path)
+        self._inode = 0 if listener else self.path.lstat().st_ino
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._copiers.start()
         _log.info("serving %s at %s", ", ".join(self._builders), self.path)
@@ -215,7 +221,7 @@ class MachineService:
             with suppress(KeyError):
                 self._selector.unregister(listener)
             with suppress(FileNotFoundError):
-                if self.path.lstat().st_ino == self._inode:  # another service may have the path by now
+                if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
                     self.path.unlink()
             listener.close()
         for peer in self._peers.values():
@@ -410,8 +416,9 @@ class MachineService:
         if space is None:
             if len(self._namespaces) >= MOST_NAMESPACES:
                 raise ConfigError(f"the service has {MOST_NAMESPACES} namespaces already")
+            namespace = Namespace(greeting.parameters)
             space = HostedNamespace(
-                Namespace(greeting.parameters),
+                namespace,
                 greeting.group_bytes,
                 greeting.stride,
                 self._builders,
@@ -419,6 +426,7 @@ class MachineService:
                 self.wake,
                 self._clock,
                 self._generations,
+                self._replica_of(namespace),
             )
             space.build(greeting.weights)
             self._namespaces[greeting.parameters] = space

@@ -10,14 +10,13 @@ the rows: the job stays in flight, and its rows stay out of use, until the link 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from tiering.errors import ConfigError, StoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
-from tiering.machine.link import Happening, Link, ServiceSocket
+from tiering.machine.counts import with_medium
+from tiering.machine.link import PROOF_SECONDS, Happening, Link, ServiceSocket, TierHost
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record, messages, pack
 from tiering.machine.options import MachineTierOptions
 from tiering.machine.words import START, UNKNOWN_EPOCH, Greeting, private_weights, read_state, revision_weights
@@ -64,11 +64,6 @@ _RESULT, _STATE, _ANSWER, _WANTED = map(int, (Kind.RESULT, Kind.STATE, Kind.ANSW
 """Kinds of records, without the cost of an attribute of an enumeration."""
 
 _NO, _ANYWHERE = PrefixAnswer(0, False), ("",)
-_OWN = {"queries", "hits", "misses", "promotions", "promotions_failed", "promotions_active", "cascades"}
-_OWN |= {"cascades_failed", "cascades_active", "stores_dropped", "stores_evicted", "loads_overdue", "lookups_late"}
-_OWN |= {"job_latency", "job_latency_sum", "available", "writable"}
-_MEDIUM = frozenset(field.name for field in fields(TierStats)) - _OWN
-"""Statistics of the medium, which are the same for all engines."""
 
 
 class MachineTier(TierIntake, SecondaryTierManager):
@@ -77,12 +72,13 @@ class MachineTier(TierIntake, SecondaryTierManager):
     Args:
         context: environment of the tier; its rows need a descriptor.
         options: options of the tier.
+        host: process that serves this engine alone, which ends with its last tier; default None: a service.
 
     Raises:
         ConfigError: the rows have no descriptor that another process could map.
     """
 
-    def __init__(self, context: TierContext, options: MachineTierOptions) -> None:
+    def __init__(self, context: TierContext, options: MachineTierOptions, host: TierHost | None = None) -> None:
         if context.rows_fd is None:
             raise ConfigError(f"tier {context.name}: the rows have no descriptor that the service could map")
         self._context = replace(context, primary_view=memoryview(b""), rows_fd=None)  # the rows outlive no engine
@@ -131,7 +127,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._index = SharedIndex(
             present_ttl=PRESENT_SECONDS, absent_ttl=ABSENT_SECONDS, lookup_deadline=options.lookup_deadline
         )
-        path = str(Path(options.socket).expanduser())
+        self._host = host
+        path = str(Path(options.socket).expanduser()) if host is None else host.address
         self._link = Link(path, context.name, self._greeting, self._news.announce, self._close_rows)
         inert_in_children(self, InertTier)
 
@@ -403,12 +400,11 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def _end(self, number: int, arrived: bytes | Sequence[int]) -> None:
         """End a job; ``arrived`` has a truth value for each key, or is empty if none has arrived."""
         job, _ = self._jobs.pop(number)
-        now, keys = self._clock(), job.keys
+        now, keys, current = self._clock(), job.keys, self.serving
         if number in self._stale or len(arrived) != len(keys):
             self._stale.discard(number)
             arrived = bytes(len(keys))
         good = list(compress(keys, arrived))
-        current = self.serving
         if job.is_promotion:
             self.stats.promotions_active -= len(keys)
             self.stats.promotions += len(good)
@@ -477,22 +473,23 @@ class MachineTier(TierIntake, SecondaryTierManager):
             self._closed = True
             self._change()
             self._link.stop()
-        self._wait(lambda: self._connection is None and not self._jobs and not self._link.queue, deadline)
+        self._wait(self._is_idle, deadline)
+        host, self._host = self._host, None
+        if host is not None and host.leave() and self._jobs:
+            self._wait(self._is_idle, self._clock() + PROOF_SECONDS)
         return not self._jobs
+
+    def _is_idle(self) -> bool:
+        return self._connection is None and not self._jobs and not self._link.queue
 
     # ------------------------------------------------------------------------------------------------------- statistics
 
     def get_stats(self) -> TierStats:
         """Return counters of this engine, and the medium's statistics, which all engines share."""
         self.stats.lookups_late = self._index.late_lookups
-        stats = replace(self.stats, job_latency=list(self.stats.job_latency))
-        try:
-            found = json.loads(self._remote)
-            for name in _MEDIUM.intersection(found):
-                setattr(stats, name, type(getattr(stats, name))(found[name]))
-        except (ValueError, TypeError, AttributeError) as error:
-            _log.debug("tier %s: the service's statistics cannot be read: %s", self.name, error)
-        return stats
+        if self._host is not None:
+            self.stats.io_restarts = self._host.restarts
+        return with_medium(replace(self.stats, job_latency=list(self.stats.job_latency)), self._remote)
 
 
 MACHINE_TIER = TierDefinition(

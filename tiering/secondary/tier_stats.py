@@ -245,6 +245,10 @@ class TierStats:
     breaker_opened: int = counter(
         "times", "Times that the tier's circuit breaker opened", "Repeated outages of the medium."
     )
+    io_restarts: int = counter(
+        "times", "Times that the process of `io: process` was started again", "It was killed: see the kernel's log."
+    )
+    """The same for all tiers of an engine."""
     available: int = gauge(
         "flag",
         "1 if the tier is in service",

@@ -1,0 +1,86 @@
+"""Checks of a stack whose secondary tiers are in another process: ``machine``, and ``io: process``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tiering.api.keys import PRIMARY_TIER
+from tiering.config.problems import Problem, changed, repeated
+from tiering.machine.options import HOSTED_TYPES, MachineOptions
+from tiering.secondary.options import TierOptions
+
+_OF_THE_ENGINE = ("min_prefix_blocks", "load_or_compute")
+
+
+class StackWords(Protocol):
+    """The words of a stack that matter here."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def io(self) -> str: ...
+    @property
+    def machine(self) -> MachineOptions | None: ...
+    @property
+    def secondary(self) -> Sequence[TierOptions]: ...
+    @property
+    def warm_start(self) -> object: ...
+    @property
+    def explain(self) -> object: ...
+    @property
+    def events(self) -> bool: ...
+
+
+def other_process_problems(stack: StackWords) -> list[Problem]:
+    """Return what such a stack asks for in vain."""
+    if stack.mode == "simple":
+        return []  # refuses both words
+    if stack.machine is not None:
+        return _machine_problems(stack, stack.machine)
+    return _process_problems(stack) if stack.io == "process" else []
+
+
+def _unfit_words(stack: StackWords, what: str) -> list[Problem]:
+    """Return the words that need tiers in the engine's process."""
+    refused = [
+        (stack.warm_start is not None, "warm_start", "the service publishes no keys; leave it out"),
+        (stack.explain is not None, "explain", "it does not follow the tiers of another process; leave it out"),
+        (stack.events, "events", "the tiers of another process announce no blocks; leave it out"),
+    ]
+    return [Problem((word,), f"cannot be used with {what}: {why}") for wrong, word, why in refused if wrong]
+
+
+def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Problem]:
+    problems = _unfit_words(stack, "machine")
+    if stack.secondary:
+        text = "cannot be used with machine: the service hosts the tiers; leave one of the two words out"
+        problems.insert(0, Problem(("secondary",), text))
+    if stack.io == "process":
+        problems.append(Problem(("io",), "has no meaning with machine, which is another process already; leave it out"))
+    problems += [
+        Problem(("machine", "tiers", index), f"{name!r} is also the name of machine.tiers[{other}]; name each once")
+        for index, other, name in repeated(machine.tiers)
+    ]
+    problems += [
+        Problem(("machine", "tiers", index), f"{PRIMARY_TIER!r} is the name of the primary tier")
+        for index, name in enumerate(machine.tiers)
+        if name == PRIMARY_TIER
+    ]
+    return problems
+
+
+def _process_problems(stack: StackWords) -> list[Problem]:
+    problems = _unfit_words(stack, "io: process")
+    if not stack.secondary:
+        problems.append(Problem(("io",), "concerns secondary tiers, and there are none; add one, or leave it out"))
+    for index, tier in enumerate(stack.secondary):
+        if tier.type not in HOSTED_TYPES:
+            text = f"a process of its own cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
+            problems.append(Problem(("secondary", index, "type"), text))
+        problems += [
+            Problem(("secondary", index, word), "cannot be used with io: process; leave one of the two out")
+            for word in _OF_THE_ENGINE
+            if word in changed(tier)
+        ]
+    return problems
