@@ -157,10 +157,12 @@ DATA_TYPES: dict[str, tuple[int, dict[str, Any]]] = {
 """The factor by which the KV is smaller, and the engine options for it."""
 
 
-@pytest.mark.parametrize("name", list(DATA_TYPES))
-def test_kv_of_another_type_is_as_good_from_a_tier_as_from_the_engines_own_cache(llama: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), [*((name, "tiering") for name in DATA_TYPES), ("fp8", "eager")])
+def test_kv_of_another_type_is_as_good_from_a_tier_as_from_the_engines_own_cache(
+    llama: Path, name: str, mode: str
+) -> None:
     smaller, options = DATA_TYPES[name]
-    with engine(llama, CPU, **options) as running:
+    with engine(llama, MODES[mode], **options) as running:
 
         def one_by_one() -> list[Answer]:
             return [running.ask([tokens])[0] for tokens in PROMPTS]
@@ -177,9 +179,9 @@ def test_kv_of_another_type_is_as_good_from_a_tier_as_from_the_engines_own_cache
         assert loaded == ALL // smaller
 
 
-@pytest.fixture(scope="class")
-def tiered(llama: Path, expected: Expected) -> Iterator[Engine]:
-    with engine(llama, CPU, enable_prompt_embeds=True) as running:
+@pytest.fixture(scope="class", params=["tiering", "eager"])
+def tiered(llama: Path, expected: Expected, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine(llama, MODES[request.param], enable_prompt_embeds=True) as running:
         yield running
 
 
