@@ -105,3 +105,21 @@ class EndsWhenLookedAt(Wrapped):
             return []
         self.inner.wait(self._started)
         return self.inner.get_finished()
+
+
+class EndsAtOnce(Wrapped):
+    """A handler whose transfers have ended when they have begun.
+
+    Attributes:
+        begun: number of transfers.
+    """
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        super().__init__(inner)
+        self.begun = 0
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self.begun += 1
+        started = self.inner.transfer_async(job_id, spec)
+        self.inner.wait([job_id])
+        return started

@@ -11,7 +11,15 @@ import pytest
 
 from tiering.api.engine import HeadShard
 from tiering.api.namespace import ModelIdentity, Namespace
-from tiering.engines.vllm.geometry import Geometry, cache_bytes, layout_of, read_geometry, simple_cache, zeroes_early
+from tiering.engines.vllm.geometry import (
+    Geometry,
+    cache_bytes,
+    layout_of,
+    loads_may_come_first,
+    read_geometry,
+    simple_cache,
+    zeroes_early,
+)
 from tiering.engines.vllm.heads import check_copies
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
@@ -125,6 +133,13 @@ def test_the_second_runner_writes_early_where_it_copies_states() -> None:
     assert zeroes_early(runner, states()[1])
     assert not zeroes_early(runner, configuration()[1])
     assert not zeroes_early(SimpleNamespace(use_v2_model_runner=False), states()[1])
+
+
+def test_loads_come_before_the_model_unless_blocks_are_zeroed_in_between() -> None:
+    first, second = SimpleNamespace(use_v2_model_runner=False), SimpleNamespace(use_v2_model_runner=True)
+    zeroed, left = SimpleNamespace(needs_kv_cache_zeroing=True), SimpleNamespace(needs_kv_cache_zeroing=False)
+    answers = [loads_may_come_first(runner, cache) for runner in (first, second) for cache in (zeroed, left)]
+    assert answers == [False, True, True, True]
 
 
 # -------------------------------------------------------------------------------------- heads of all ranks in order

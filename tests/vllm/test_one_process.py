@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.handlers import CopyNothing, EndsWhenLookedAt, FailEverySecond, OneWrongBlock
+from tests.vllm.handlers import CopyNothing, EndsAtOnce, EndsWhenLookedAt, FailEverySecond, OneWrongBlock
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
 
 PROMPTS = [prompt(seed) for seed in range(4)]
@@ -127,6 +127,32 @@ def test_a_copy_that_fails_is_recomputed(tiered: Engine, expected: dict[str, lis
         assert handler.failed > 0
     tiered.evict()
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
+
+
+def test_a_load_starts_before_the_model_of_its_step_runs(
+    tiered: Engine, expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is then computed in the next step, although vLLM starts loads behind the model."""
+    tiered.ask(PROMPTS)
+    tiered.evict()
+    busy = tiered.start([LATER[0]], 40)
+    tiered.step()
+    runner = tiered.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    run, begun = runner._model_forward, list[int]()
+    with tiered.loads_through(EndsAtOnce) as handler:
+
+        def forward(*args: Any, **words: Any) -> Any:
+            begun.append(handler.begun)
+            return run(*args, **words)
+
+        monkeypatch.setattr(runner, "_model_forward", forward)
+        names = tiered.start(PROMPTS[:1])
+        tiered.step()
+        assert begun == [1]
+        steps = len(tiered.scheduled)
+        tiered.step()
+        assert tiered.scheduled[steps:] == [1 + len(PROMPTS[0]) % BLOCK]
+        assert wrong(tiered.finish([*busy, *names])[1:], expected["prompts"][:1]) == []
 
 
 def test_a_request_whose_load_fails_ends_with_an_error_if_that_is_the_policy(

@@ -56,6 +56,7 @@ class Runner:
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace())
         KVConnectorBase_V1.__init__(connector, config, KVConnectorRole.WORKER, SimpleNamespace())
         connector._several_groups, connector._may_rest, connector._ledger = False, False, LoadLedger()
+        connector._loads_first = True
         connector.worker_half = OffloadingConnectorWorker(self.spec, BLOCKS, writes_early=writes_early)
         self.worker, self.connector = connector.worker_half, connector
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
@@ -142,6 +143,18 @@ def test_what_a_step_orders_is_reported_by_a_later_one(runner: Runner) -> None:
     assert [output.finished_recving for output in outputs if output.finished_recving] == [{"a"}]
     assert set(runner.cache[4].tolist()) == {55}
     assert set(runner.spec.rows[5].tolist()) == {77}
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_load_starts_before_the_model_unless_another_connector_may_read_its_blocks(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    load = orders(4, 2, 2)
+    load["a"] = TransferOrder(2, load["a"].spec[::-1])
+    if not is_alone:  # MultiConnector
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    runner.connector.handle_preemptions(OffloadingConnectorMetadata(reqs_to_load=load))
+    assert (2 in runner.worker._jobs) is is_alone
 
 
 def test_what_a_draft_model_computes_after_the_step_has_reported_is_stored_too(runner: Runner) -> None:

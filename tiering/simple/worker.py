@@ -50,7 +50,7 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         self._cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         self._region: SharedRegion | None = None
         self._joins_later = is_large(self._cpu_config.total_bytes)
-        """True until the worker has reported that its memory is prepared; False from the start if it waits for that."""
+        """True until large memory is prepared and the worker has reported that; False for small memory."""
         self._started = self._prepared = NO_EVENT
 
     # ----------------------------------------------------------------------------------------------------- registration

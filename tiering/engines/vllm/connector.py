@@ -36,7 +36,7 @@ from tiering.connector.worker import OffloadingConnectorWorker
 from tiering.engines.vllm.adapter_loads import AdapterLoads
 from tiering.engines.vllm.built import model_of, worker_mark
 from tiering.engines.vllm.events import engine_events
-from tiering.engines.vllm.geometry import Geometry, cache_bytes, simple_cache, zeroes_early
+from tiering.engines.vllm.geometry import Geometry, cache_bytes, loads_may_come_first, simple_cache, zeroes_early
 from tiering.engines.vllm.heads import check_copies
 from tiering.engines.vllm.identification import Identification, note_files
 from tiering.engines.vllm.interface import check_methods, check_names, check_version
@@ -122,6 +122,7 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._may_rest = parallel.pipeline_parallel_size == getattr(parallel, "data_parallel_size", 1) == 1
+        self._loads_first = loads_may_come_first(vllm_config, kv_cache_config)
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()
         self._reports = TierReports(TieringConnectorStats)

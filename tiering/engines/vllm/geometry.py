@@ -169,6 +169,15 @@ def zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     return prepares_first and (zeroes or any(map(_keeps_state, kv_cache_config.kv_cache_groups)))
 
 
+def loads_may_come_first(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return True if nothing in a step after ``handle_preemptions`` writes to the blocks of its loads.
+
+    The first model runner zeroes newly allocated blocks after that call, the second one before it.
+    """
+    prepares_first = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    return prepares_first or not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+
+
 def _keeps_state(group: Any) -> bool:
     return hasattr(first_spec(group.kv_cache_spec), "mamba_cache_mode")
 

@@ -26,6 +26,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 NEEDED = (
     (f"{_V1}.base", "KVConnectorBase_V1 KVConnectorMetadata KVConnectorRole KVConnectorWorkerMetadata SupportsHMA"),
     (f"{_V1}.metrics", "KVConnectorStats"),
+    ("vllm.distributed.kv_transfer", "get_kv_transfer_group"),
     ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory"),
     ("vllm.distributed.kv_events", "BlockStored BlockRemoved"),
     ("vllm.distributed.parallel_state", "get_pp_group"),

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -46,6 +47,11 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """True if a step without tokens delays no other pipeline stage and no other data-parallel engine."""
     _patience: float = 0.0
     """Seconds that this step may wait for a load."""
+    _loads_first: bool = False
+    """True if the loads of a step may start before its model runs.
+
+    From 0.32 on, vLLM calls :meth:`start_load_kv` behind the model. A request would wait one step more for its load.
+    """
     _ledger: LoadLedger
     _adapter_loads: AdapterLoads | None = None
     """The adapters that this worker has loaded; None: nothing is known about them."""
@@ -77,7 +83,15 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         (self.worker_half or self._no_worker()).drain()
 
     def handle_preemptions(self, kv_connector_metadata: Any, *args: Any, **kwargs: Any) -> None:
-        (self.worker_half or self._no_worker()).handle_preemptions(kv_connector_metadata)
+        """End the copies whose blocks the step reuses, and start the loads.
+
+        Beside other connectors the loads start with :meth:`start_load_kv`: before their own call of this method, the
+        others may still read the blocks that a load writes.
+        """
+        half = self.worker_half or self._no_worker()
+        half.handle_preemptions(kv_connector_metadata)
+        if self._loads_first and get_kv_transfer_group() is self:
+            half.start_kv_transfers(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
