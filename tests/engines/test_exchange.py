@@ -91,6 +91,40 @@ def test_a_copy_that_fails_stores_nothing_and_the_error_reaches_the_caller() -> 
         assert exchange.manager.primary_tier.free > 0
 
 
+def test_the_head_of_a_load_is_copied_while_the_medium_still_reads_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.memory import MemoryStore
+
+    monkeypatch.setattr("tiering.engines.exchange.LOAD_BYTES", 2 * BLOCK)
+    original, go_on = MemoryStore.get_one, threading.Event()
+
+    def get_one(store: MemoryStore, block: Any) -> Any:
+        if block.key in KEYS[12:16]:
+            go_on.wait()
+        return original(store, block)
+
+    monkeypatch.setattr(MemoryStore, "get_one", get_one)
+    copied: list[int] = []
+
+    def read(position: int, row: NDArray[np.uint8]) -> None:
+        assert np.array_equal(row[:BLOCK], CONTENT[position])
+        copied.append(position)
+
+    with running() as exchange:
+        try:
+            for first in range(0, 64, 16):
+                stored = lambda n, row, first=first: write(first + n, row)  # noqa: E731
+                assert exchange.store(KEYS[first : first + 16], stored) == [True] * 16
+            with calling(exchange.load, KEYS[:16], read) as found:
+                assert until(lambda: len(copied) >= 8)
+                assert copied == list(range(len(copied)))
+                assert not found
+                go_on.set()
+            assert found == [[True] * 16]
+            assert copied == list(range(16))
+        finally:
+            go_on.set()
+
+
 def test_a_store_that_runs_over_a_reset_does_not_count() -> None:
     copy = Held()
     with running() as exchange, calling(exchange.store, KEYS[:2], copy) as found:

@@ -39,6 +39,9 @@ from tiering.manager.prompts import CopyBlock
 LOOK_SECONDS = 0.2
 """Longest time in seconds between two looks of a waiting caller at the life of the thread."""
 
+LOAD_JOBS, LOAD_BYTES = 4, 8 << 20
+"""Number of jobs into which a load is divided, and bytes below which no job is divided."""
+
 LENT_SECONDS = 5.0
 """Seconds for which a stop waits for the ends of copies, which nothing but the processor holds up."""
 
@@ -99,15 +102,24 @@ class _Held(_Call):
 
 
 class _Load(_Call):
-    """A load of blocks into the engine's memory."""
+    """A load of blocks into the engine's memory, which are copied while those behind them come."""
+
+    begun: int = 0
+    """Number of leading keys that were looked up."""
 
     def advance(self, exchange: BlockExchange) -> bool:
         manager, keys = exchange.manager, self.keys[self.position : self.position + exchange.window]
         if manager.still_pending(self.ctx):
             return False
+        part = max(exchange.least, -(-len(keys) // LOAD_JOBS))
+        for end in range(max(self.begun - self.position, 0) + part, len(keys), part):
+            if not manager.match_prefix(keys[:end], self.ctx).pending:
+                break
+            manager.on_schedule_end()  # begins what is queued as a job of its own, which ends earlier than the rest
+        self.begun = self.position + len(keys)
         match = manager.match_prefix(keys, self.ctx)
         hits = manager.primary_tier.readable.leading(keys)
-        if match.pending and hits < min(len(keys), exchange.part):
+        if match.pending and hits < min(len(keys), part):
             return False
         if hits:
             held = keys[: exchange.part][:hits]
@@ -186,6 +198,8 @@ class BlockExchange(ManagerMailbox):
         self._rows: NDArray[np.uint8] = np.asarray(manager.primary_tier.get_kv_memoryview())
         self.part = max(1, min(PART_BYTES // self._rows.shape[1], window // 2))
         """Largest number of blocks that are lent at once."""
+        self.least = max(1, LOAD_BYTES // self._rows.shape[1])
+        """Blocks of a load that are one job in any case."""
         self._deadline = deadline
         self._calls: dict[_Call, None] = {}
         self._lent: set[_Call] = set()
