@@ -18,7 +18,7 @@ class TestCoordinatedTierOnMoto(FleetSuite):
         self.options = self.options.model_copy(update={"coordination": server.url})
 
     @pytest.mark.usefixtures("patience")
-    def test_two_engines_share_a_bucket(self) -> None:
+    def test_one_engine_loads_what_another_has_stored(self) -> None:
         """The directory denies a block until its upload was told; a notice then corrects the miss."""
         self.options = self.options.model_copy(update={"absent_ttl": 3600.0})
         one, two = self.make_rig().open(), self.make_rig().open()
