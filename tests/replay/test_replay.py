@@ -253,3 +253,33 @@ def test_a_look_for_a_new_epoch_at_a_random_time_is_no_event() -> None:
     io.run(IoTask("epoch", lambda: "none", lambda found, error: ended.append((found, error))))
     assert ended == [("none", None)]
     assert (io.next_answer(), io.next_end()) == (math.inf, math.inf)
+
+
+def test_the_causes_of_a_replay_sum_to_its_computed_tokens() -> None:
+    trace = [
+        request(0, range(8)),
+        request(10, [*range(4), 90, 91]),
+        request(20, range(100, 108)),
+        request(30, range(8)),
+        request(40, range(100, 108)),
+    ]
+    stack = {"primary": {"capacity": 9 * BLOCK_BYTES}, "explain": {}}
+    result = Replay(load_stack(stack), BLOCK_TOKENS, BLOCK_BYTES, MODEL).run(trace)
+    assert result.causes is not None
+    assert sum(result.causes.values()) == result.computed_tokens
+    assert list(result.causes) == ["new", "evicted cpu", "diverged"]
+    assert result.causes["new"] == 2 * 80
+    assert result.causes["diverged"] == 20
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"admission": "second_touch"}, {"min_prefix_blocks": 3, "load_or_compute": "auto"}]
+)
+def test_the_causes_of_a_long_replay_sum_to_its_computed_tokens(words: dict[str, Any]) -> None:
+    trace = list(generate({"chat": 1.0}, 300, 5.0, BLOCK_TOKENS * 20, seed=1))
+    stack = load_stack({"primary": {"capacity": 300 * BLOCK_BYTES}, "secondary": [DISK | words], "explain": {}})
+    explained = Replay(stack, BLOCK_TOKENS * 20, BLOCK_BYTES, MODEL).run(trace)
+    assert explained.causes is not None
+    assert sum(explained.causes.values()) == explained.computed_tokens
+    plain = load_stack({"primary": {"capacity": 300 * BLOCK_BYTES}, "secondary": [DISK | words]})
+    assert Replay(plain, BLOCK_TOKENS * 20, BLOCK_BYTES, MODEL).run(trace).computed_tokens == explained.computed_tokens

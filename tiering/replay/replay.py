@@ -23,6 +23,7 @@ from tiering.manager.row_broker import TAKE_AFTER
 from tiering.manager.sessions import Sessions
 from tiering.replay.device import DeviceCache
 from tiering.replay.hints import TraceHints
+from tiering.replay.misses import ReplayMisses
 from tiering.replay.model import HOURS_PER_MONTH, ReplayModel
 from tiering.replay.result import ReplayResult, TierResult, Times
 from tiering.replay.stack import SimulatedFleet, SimulatedStack, SimulatedTier, open_simulated
@@ -139,6 +140,9 @@ class Replay:
         self._requests = self._blocks = self._tokens = self._computed = 0
         self._times, self._times_without = Times(), Times()
         self._saved = 0.0
+        self._misses = (
+            None if stack.explain is None else ReplayMisses(stack, stack.explain.blocks, self.stack, block_tokens)
+        )
         self._first: float | None = None
         self._last = 0.0
 
@@ -213,6 +217,8 @@ class Replay:
             elif not self._ask(running):
                 asking.append(running)
         self._manager.on_schedule_end()
+        if self._misses is not None:
+            self._misses.follow()
         if self._device is not None and (wanted := self._manager.take_wanted()):
             held = self._device.holds(wanted)
             self._store_late([key for key, there in zip(wanted, held, strict=True) if there], WANTED_STORE)
@@ -303,6 +309,8 @@ class Replay:
         computed = max(min(1, request.input_tokens), request.input_tokens - held * self._block_tokens)
         without = max(min(1, request.input_tokens), request.input_tokens - running.computed * self._block_tokens)
         self._computed += computed
+        if self._misses is not None:
+            self._misses.missed(running.ctx, running.keys, held, request.input_tokens, computed)
         waited = self._clock.now - (request.time - (self._first or 0.0))
         prefill = computed / model.prefill_tokens_per_second
         self._times.add(waited + seconds + prefill)
@@ -325,6 +333,8 @@ class Replay:
         own = frozenset() if hints.session is None else self._sessions.own_of(hints.session, keys)
         kept = [blocks for action in hints.kept for blocks in bounds.kept(action, keys, hints.tenant, own)]
         manager.on_request_finished(running.ctx, released, kept)
+        if self._misses is not None:
+            self._misses.ended(running.ctx, keys)
 
     def _store(self, running: _Running) -> bool:
         """Store the computed blocks of a prompt, and return False if the store is to be offered again.
@@ -404,6 +414,7 @@ class Replay:
             is_exclusive=self._exclusive,
             copied_blocks=self._copied,
             lost_blocks=self._lost,
+            causes=None if self._misses is None else self._misses.totals,
             seconds=seconds,
         )
 

@@ -65,7 +65,15 @@ def advice(study: Study) -> list[str]:
             f"For {more} a month less of net saving, {label(other)} shortens the time that 1% of the requests "
             f"exceed from {seconds(best.ttft_p99)} to {seconds(other.ttft_p99)}."
         )
-    return [*lines, *_prices(study, best), *_device_cache(study, best), *_troubles(best)]
+    return [*lines, *_causes(best), *_prices(study, best), *_device_cache(study, best), *_troubles(best)]
+
+
+def _causes(best: ReplayResult) -> list[str]:
+    """Return the sentence about why tokens were computed, if the stack explains it."""
+    if not best.causes:
+        return []
+    causes = ", ".join(f"{cause} {percent(tokens / best.computed_tokens)}" for cause, tokens in best.causes.items())
+    return [f"Of {best.computed_tokens:,} computed tokens: {causes}."]
 
 
 def _verdict(study: Study, best: ReplayResult) -> str:

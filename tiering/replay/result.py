@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -142,6 +143,8 @@ class ReplayResult:
 
     The optimum has no other tiers, and evicts the block whose next use is farthest away.
     """
+    causes: Mapping[str, int] | None = None
+    """Computed tokens by cause, the most expensive first; None without the word ``explain`` in the stack."""
     stack: str = field(default="", compare=False)
     """The stack file of this replay, with secrets masked."""
 

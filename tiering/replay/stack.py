@@ -129,7 +129,7 @@ def open_simulated(
         raise ConfigError(
             f"primary.capacity: {stack.primary.capacity} bytes do not hold one block of {block_bytes}; {_LARGER}"
         )
-    clock = Clock()
+    clock, explains = Clock(), stack.explain is not None
     # Rows of one byte: blocks have no content here.
     view = np.zeros((rows, 1), np.uint8).data
     namespace = Namespace.build(MODEL, (block_bytes,))
@@ -140,12 +140,13 @@ def open_simulated(
     fleet = SimulatedFleet() if fleet is None else fleet
     fleet.engines += 1
     tiers = tuple(
-        _tier(index, options, view, namespace, block_bytes, model, clock, fleet)
+        _tier(index, options, view, namespace, block_bytes, model, clock, fleet, explains)
         for index, options in enumerate(stack.secondary)
     )
     manager = TieringOffloadingManager(
-        CPUPrimaryTierOffloadingManager(view, stack.primary.eviction),
+        CPUPrimaryTierOffloadingManager(view, stack.primary.eviction, explains),
         tiers,
+        explains,
         clock=clock.read,
         promotion_share=stack.primary.promotion_share,
         reservation_deadline=stack.primary.reservation_deadline,
@@ -153,6 +154,8 @@ def open_simulated(
         exclusive=stack.primary.inclusion == "exclusive",
         warm_start=warm,
     )
+    if explains:
+        manager.keep_unstored()
     for index in range(len(tiers)):
         manager.open_tier(index, clock.now + stack.open_deadline)
     return SimulatedStack(manager, tiers, clock, block_bytes)
@@ -167,6 +170,7 @@ def _tier(
     model: ReplayModel,
     clock: Clock,
     fleet: SimulatedFleet,
+    explains: bool,
 ) -> SimulatedTier:
     name = options.tier_name
     if not isinstance(options, BlockTierOptions):
@@ -180,7 +184,9 @@ def _tier(
     ratio = 1.0 / model.compression_ratio if compresses else 1.0
     distance = tier_definition(options.type).distance
     replica = str(fleet.engines)
-    context = TierContext(name, view, (block_bytes,), namespace, clock.read, distance=distance, replica=replica)
+    context = TierContext(
+        name, view, (block_bytes,), namespace, clock.read, enable_events=explains, distance=distance, replica=replica
+    )
     io = SimulatedIo(name, store, model.medium(options), options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
