@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cli.runner import kv_tiering
 from tests.explain.walk import explained, make_explainer
-from tiering.explain.causes import REASONS, Reason
+from tiering.explain.causes import REASONS, REMEDIES, MissCause, Reason
 from tiering.explain.service import ExplainService
 
 
@@ -25,7 +26,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExplainS
 def test_a_request_is_explained_span_by_span(engine: ExplainService) -> None:
     done = kv_tiering("why", "cmpl-7")
     assert done.code == 0
-    lines = done.out.splitlines()
+    remedies = [line for line in done.out.splitlines() if "    to do: " in line]
+    lines = [line for line in done.out.splitlines() if line not in remedies]
     assert [line.split(":")[0] for line in lines[:-1]] == [
         "cmpl-7",
         "  tokens 4 to 11 (8)",
@@ -37,17 +39,32 @@ def test_a_request_is_explained_span_by_span(engine: ExplainService) -> None:
     assert lines[1].endswith(": evicted from cpu, 10 min ago; about 1.04 times the capacity would have kept them")
     assert lines[2].endswith(f": local has stored the block, and it was not loaded ({REASONS[Reason.GAP]})")
     assert lines[-1] == "  (nothing is known from before the last 10 min)"
+    assert remedies[0] == "    to do: give cpu more capacity, or put a slower tier behind it"
+    assert len(remedies) == 3  # nothing can be done about the end of the prompt
+
+
+def test_each_cause_but_new_and_the_remainder_has_a_remedy() -> None:
+    words = {one.word for one in (*MissCause, *Reason)}
+    assert REMEDIES.keys() - {"unstored cpu"} == words - {"new", "remainder", "unserved", ""}
+
+
+def test_what_the_remedies_name_is_documented() -> None:
+    docs = "".join(path.read_text() for path in Path("docs").rglob("*.md"))
+    named = {word for text in REMEDIES.values() for word in re.findall(r"[a-z]+(?:_[a-z]+)+", text)}
+    assert [word for word in sorted(named) if word not in docs] == []
 
 
 def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainService) -> None:
     lines = kv_tiering("why", "--top").out.splitlines()
     assert lines[0] == "26 prompt tokens computed in the last hour"
-    assert [line.split()[:3] for line in lines[1:-1]] == [
+    assert [line.split()[:3] for line in lines[1:-1] if "to do: " not in line] == [
         ["8", "30.8%", "evicted"],
         ["8", "30.8%", "unserved"],
         ["8", "30.8%", "diverged:"],
         ["2", "7.7%", "remainder:"],
     ]
+    assert f"({REASONS[Reason.GAP]})" in lines[3]
+    assert "to do: look at the cause of the missing block" in lines[4]
 
 
 def test_the_answer_is_printed_as_data(engine: ExplainService) -> None:

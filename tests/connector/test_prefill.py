@@ -105,7 +105,7 @@ def test_a_step_that_is_built_while_another_runs_begins_when_that_one_ends(rig: 
 def test_requests_that_wait_for_others_make_a_prompt_slower(
     rig: Rig, offset: float, waited: float, times: float
 ) -> None:
-    """The engine computes half of the time, and every second request waits; its clock has nothing to do with theirs."""
+    """The engine computes half of the time, and every second request waits; their clock is another one."""
     for number in range(2000):
         rig.speed.arrived(rig.clock() + offset - waited * (number % 2))
         rig.built({"a": 101})

@@ -13,7 +13,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LookupOutcome
 from tiering.explain import explainer as module
 from tiering.explain import past_prompts
-from tiering.explain.causes import MissCause
+from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
 from tiering.explain.past_blocks import MOST_SECONDS
@@ -297,9 +297,9 @@ class TestSums:
         compute(explainer, "a", MINE)
         clock.advance(3500)
         compute(explainer, "b", THEIRS[:1])
-        assert explainer.last_hour()[MissCause.NEW, ""] == 20
+        assert explainer.last_hour()[MissCause.NEW, "", Reason.NONE] == 20
         clock.advance(200)
-        assert explainer.last_hour()[MissCause.NEW, ""] == 4
+        assert explainer.last_hour()[MissCause.NEW, "", Reason.NONE] == 4
 
     def test_a_request_is_logged_on_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.DEBUG, "kv_tiering.explain"):

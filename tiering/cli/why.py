@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tiering.cli.output import duration
-from tiering.explain.causes import REASONS, SENTENCES, MissCause, Reason
+from tiering.explain.causes import REASONS, REMEDIES, SENTENCES, MissCause, Reason
 from tiering.explain.past_blocks import TIME_UNIT
 from tiering.explain.service import ask, runtime_directory, sockets
 
@@ -75,14 +75,13 @@ def _lines(answer: dict[str, Any]) -> Iterator[str]:
     yield f"{answer['request']}: {prompt} prompt tokens, {prompt - computed} from caches, {computed} computed"
     for span in answer["causes"]:
         yield f"  tokens {span['first']} to {span['end'] - 1} ({span['end'] - span['first']}): {_words(span)}"
+        yield from _remedies(span, "    ")
     yield f"  (nothing is known from before the last {duration(answer['followed_seconds'])})"
 
 
 def _words(span: dict[str, Any]) -> str:
     """Return the sentence about neighbouring tokens with one cause."""
-    text = _cause(span["cause"], span.get("tier", ""))
-    if "reason" in span:
-        text += f" ({REASONS[Reason[span['reason'].upper()]]})"
+    text = _cause(span)
     if "token" in span:
         text += f"; the first token that differs is {span['token']}"
     if "ages" in span:
@@ -93,9 +92,19 @@ def _words(span: dict[str, Any]) -> str:
     return text
 
 
-def _cause(word: str, tier: str) -> str:
-    """Return the name of a cause, its tier and its sentence."""
-    return f"{word} {tier}".rstrip() + f": {SENTENCES[MissCause[word.upper()]].format(tier=tier)}"
+def _cause(span: dict[str, Any]) -> str:
+    """Return the name of a cause, its tier, its sentence and its reason."""
+    word, tier = span["cause"], span.get("tier", "")
+    text = f"{word} {tier}".rstrip() + f": {SENTENCES[MissCause[word.upper()]].format(tier=tier)}"
+    return f"{text} ({REASONS[Reason[span['reason'].upper()]]})" if "reason" in span else text
+
+
+def _remedies(span: dict[str, Any], indent: str) -> Iterator[str]:
+    """Yield what can be done about a cause, if anything can."""
+    tier, word = span.get("tier", ""), span.get("reason", span["cause"])
+    remedy = REMEDIES.get(f"{word} {tier}") or REMEDIES.get(word)
+    if remedy:
+        yield f"{indent}to do: {remedy.format(tier=tier)}"
 
 
 def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
@@ -104,5 +113,6 @@ def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
     total = sum(one["tokens"] for one in causes)
     yield f"{total} prompt tokens computed in the last hour"
     for one in causes:
-        yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_cause(one['cause'], one['tier'])}"
+        yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_cause(one)}"
+        yield from _remedies(one, " " * 22)
     yield f"(nothing is known from before the last {duration(answer['followed_seconds'])})"

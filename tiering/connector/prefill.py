@@ -113,7 +113,7 @@ class PrefillSpeed:
     def arrived(self, arrival: float) -> None:
         """Record that the engine takes a request into account that arrived at ``arrival``, on any clock.
 
-        Its wait is what it took longer than the fastest one of the last minutes, which has waited for nobody. So the
+        Its wait is what it took longer than the fastest one of the last minutes, which has waited for no other. So the
         clock may be that of an API server on another machine. The engine takes all requests that are there into account
         before it builds a step, so that the wait began after the latest one.
         """

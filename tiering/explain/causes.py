@@ -54,7 +54,7 @@ SENTENCES = {
     MissCause.REMAINDER: "the end of the prompt, which no hit can cover",
     MissCause.NOT_ALLOWED: "no load was allowed: request parameters, logprobs of the prompt, an adapter, or a reset",
     MissCause.UNSERVED: "{tier} has stored the block, and it was not loaded",
-    MissCause.UNSTORED: "computed before, and {tier} did not take it: admission, room, bandwidth, or a failed write",
+    MissCause.UNSTORED: "computed before, and {tier} did not take it",
     MissCause.EVICTED: "evicted from {tier}",
     MissCause.LOST: "{tier} does not have it any more, without an eviction: expired, corrupt or deleted",
     MissCause.DIVERGED: "the prompt differs here from all known prompts that begin alike",
@@ -67,11 +67,33 @@ SENTENCES = {
 
 REASONS = {
     Reason.GAP: "a block that the hit needs, in front or of another KV-cache group, was missing",
-    Reason.LATE: "the load was overdue, or found no row of the CPU tier",
+    Reason.LATE: "the load took longer than load_deadline or, with load_or_compute: auto, computing; or found no row",
     Reason.FAILED: "the tier failed to load it",
     Reason.SHORT: "fewer blocks than the tier's min_prefix_blocks",
-    Reason.GATED: "computing took less time than a load, or the tier's load_or_compute is never",
+    Reason.GATED: "computing was expected to take less time than a load, or load_or_compute is never",
     Reason.CONTROL: "the tier was not asked, to measure what its loads save",
     Reason.UNAVAILABLE: "the tier did not offer it when asked: out of service, too late, or gone from the medium",
 }
 """Sentence of each reason why a held block was not loaded."""
+
+REMEDIES = {
+    "not_allowed": "look at the request's kv_tiering parameters, and at its adapter",
+    "unstored": "look at admission, stores_dropped, stores_evicted and cascades_failed of {tier}",
+    "unstored cpu": "nothing, if the request had store: false, or another one computed the same at once; else look at "
+    "stores_without_room",
+    "evicted": "give {tier} more capacity, or put a slower tier behind it",
+    "lost": "look at ttl and corrupt_blocks of {tier}, and at the lifecycle rule of its bucket",
+    "diverged": "if the prompts should be alike, move times, names and ids to the end of the template",
+    "other_adapter": "nothing, if the requests are meant to use different adapters",
+    "load_failed": "look at loads_failed and hits_shrunk, and at the log of the workers",
+    "unexamined": "set a larger explain.blocks",
+    "gap": "look at the cause of the missing block: it stands in front, or is one of a window",
+    "late": "look at loads_cut and the latency of {tier} in `kv-tiering top`; set a larger load_deadline, or give the "
+    "CPU tier more capacity",
+    "failed": "look at the log, and at promotions_failed of {tier}",
+    "short": "nothing, if so few blocks are not worth a load; else set a smaller min_prefix_blocks for {tier}",
+    "gated": "nothing, if {tier} is as slow as `kv-tiering top` and `bench` show; else set load_or_compute: always",
+    "control": "nothing: controls cost at most 0.5% of what loads save; load_or_compute: always has none",
+    "unavailable": "look at available, breaker_state and lookups_late of {tier}, and at the log",
+}
+"""Remedy of a miss, by the word of its reason, or of its cause if it has none."""

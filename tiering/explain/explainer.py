@@ -132,9 +132,9 @@ class Explainer:
         self._most_requests = explaining.requests
         self._open: dict[str, tuple[Missed, list[Span], float]] = {}
         self._explained: OrderedDict[str, Explanation] = OrderedDict()
-        tierless = {(cause, ""): 0 for cause in MissCause if cause not in OF_A_TIER}
-        self._totals = tierless | {(cause, name): 0 for cause in sorted(OF_A_TIER) for name in self._names}
-        self._minutes: deque[tuple[int, Counter[tuple[MissCause, str]]]] = deque(maxlen=MINUTES)
+        self.sums: Counter[tuple[MissCause, str, Reason]] = Counter()
+        """Tokens by cause, tier and reason since the start."""
+        self._minutes: deque[tuple[int, Counter[tuple[MissCause, str, Reason]]]] = deque(maxlen=MINUTES)
         # Only the parent's thread processes notes.
         inert_in_children(self, ("events", "unstored", "missed", "started", "ended", "reset"))
 
@@ -205,7 +205,11 @@ class Explainer:
     @property
     def totals(self) -> Totals:
         """Tokens by cause and tier since the start."""
-        return dict(self._totals)
+        totals = {(cause, ""): 0 for cause in MissCause if cause not in OF_A_TIER}
+        totals |= {(cause, name): 0 for cause in sorted(OF_A_TIER) for name in self._names}
+        for (cause, tier, _), tokens in dict(self.sums).items():
+            totals[cause, tier] += tokens
+        return totals
 
     # ------------------------------------------------------------------------------------------- the explainer's thread
 
@@ -233,8 +237,8 @@ class Explainer:
         """Return True if a request has not begun to compute."""
         return req_id in self._open or any(name.startswith(f"{req_id}-") for name in self._open)
 
-    def last_hour(self) -> Counter[tuple[MissCause, str]]:
-        """Return the tokens by cause and tier of the last hour."""
+    def last_hour(self) -> Counter[tuple[MissCause, str, Reason]]:
+        """Return the tokens by cause, tier and reason of the last hour."""
         first = int(self._clock() // 60) - MINUTES
         return sum((tokens for minute, tokens in self._minutes if minute > first), Counter())
 
@@ -459,8 +463,8 @@ class Explainer:
         if not self._minutes or self._minutes[-1][0] != minute:
             self._minutes.append((minute, Counter()))
         for span in final:
-            self._totals[span.cause, span.tier] += span.end - span.first
-            self._minutes[-1][1][span.cause, span.tier] += span.end - span.first
+            self.sums[span.cause, span.tier, span.reason] += span.end - span.first
+            self._minutes[-1][1][span.cause, span.tier, span.reason] += span.end - span.first
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s computed %s", shown_name(started.req_id), summary(final))
 

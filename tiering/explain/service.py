@@ -227,7 +227,8 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
     if isinstance(question, dict) and question.get("top") is True:
         totals = explainer.last_hour()
         causes = [
-            {"cause": cause.word, "tier": tier, "tokens": tokens} for (cause, tier), tokens in totals.most_common()
+            {"cause": cause.word, "tier": tier, "tokens": tokens} | ({"reason": reason.word} if reason else {})
+            for (cause, tier, reason), tokens in totals.most_common()
         ]
         return {"causes": causes, "requests": explainer.requests, "followed_seconds": explainer.followed_seconds}
     name = question.get("request") if isinstance(question, dict) else None
