@@ -27,6 +27,7 @@ SGLANG_STAMP := $(SGLANG_PLACE)/.installed
 LMCACHE       ?= 0.5.6
 LMCACHE_PLACE := build/lmcache-$(LMCACHE)
 LMCACHE_STAMP := $(LMCACHE_PLACE)/.installed
+LMCACHE_FS    := aiofile==3.12.3 caio==0.12.10 aiofiles==25.1.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs test test-slow test-vllm test-sglang test-lmcache coverage lint format bench bench-vllm gpu clean
@@ -80,7 +81,7 @@ test-lmcache: $(LMCACHE_STAMP)  ## The real LMCache's controllers on a CPU, in t
 	PYTHONPATH=$(LMCACHE_PLACE) $(VLLM_VENV)/bin/python -m pytest tests/lmcache $(PYTEST_ARGS)
 
 $(LMCACHE_STAMP): $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LMCACHE_PLACE) lmcache==$(LMCACHE)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(LMCACHE_PLACE) lmcache==$(LMCACHE) $(LMCACHE_FS)
 	@touch $@
 
 lint: $(STAMP)  ## Style, format, types, import arrows

@@ -32,7 +32,8 @@ SHAPES = {"4 MiB": (4 << 20, 16, 6, "2MiB", "128MiB"), "256 KiB": (256 << 10, 64
 
 def lacks() -> str:
     """Return what this benchmark lacks here."""
-    return "" if importlib.util.find_spec("lmcache") else "LMCache is not installed (make test-lmcache)"
+    missing = [name for name in ("lmcache", "aiofile") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(missing)} not installed (make clean test-lmcache)" if missing else ""
 
 
 def run(bench: Bench) -> None:
