@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import importlib.util
 import os
 import random
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from xxhash import xxh3_128_hexdigest
 
@@ -231,6 +235,20 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
+        _freeze_modules()
+
+
+@functools.cache
+def _freeze_modules() -> None:
+    """Keep the modules of vLLM from the garbage collector, once an engine has imported them.
+
+    vLLM collects eight times in an engine's life; over all these objects that takes longer than the rest of its life.
+    Its own freezing is left out, because its end would bring them back; engines stay garbage that is collected.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    for name in ("freeze", "unfreeze"):
+        mock.patch.object(gc, name).start()
 
 
 def _greedy(max_tokens: int, **extra: Any) -> Any:
