@@ -9,33 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, engine, prompt
+from tests.vllm.rig import BLOCK_BYTES, Answer, Engine, answers_without_tiers, engine, prompt
 
 KEPT, OVER, NEW = (prompt(seed) for seed in (70, 71, 72))
 ROWS = 12
 """Rows of the CPU tier: room for two of the three prompts."""
 OWN_FIELDS = importlib.util.find_spec("vllm.v1.kv_hints") is not None
-NO_TIERS = {"kv_tiering": {"load": False, "store": False}}
 RELEASE = {"action_type": "release", "payload": {}}
 
 
 @pytest.fixture(scope="module")
-def shared(llama: Path) -> Iterator[Engine]:
-    with engine(llama, {"primary": {"capacity": ROWS * BLOCK_BYTES}}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def expected(shared: Engine) -> Answer:
-    return shared.ask([KEPT], params=NO_TIERS)[0]
-
-
-@pytest.fixture
-def tiered(shared: Engine) -> Engine:
-    """An engine that holds nothing."""
-    shared.settle()
-    assert shared.llm.reset_prefix_cache(reset_connector=True)
-    return shared
+def expected(llama: Path) -> Answer:
+    return answers_without_tiers(llama, [KEPT])[0]
 
 
 def by_parameters(running: Engine, tokens: list[int], session: str, is_last: bool) -> None:
@@ -76,19 +61,32 @@ def life(running: Engine, ask: Callable[[Engine, list[int], str, bool], None], *
     return answers[0], loaded // BLOCK_BYTES
 
 
-@pytest.mark.parametrize("ask", CARRIERS)
-def test_a_session_that_is_over_makes_room_before_one_that_was_used_longer_ago(
-    tiered: Engine, expected: Answer, ask: Callable[[Engine, list[int], str, bool], None]
-) -> None:
-    before = count(tiered, "connector", "sessions_released")
-    answer, blocks = life(tiered, ask, ends=True)
-    assert (answer.matches(expected), blocks) == (True, 6)
-    assert count(tiered, "connector", "sessions_released") == before + 1
+class TestRelease:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared(cls, llama: Path, expected: Answer) -> Iterator[Engine]:
+        with engine(llama, {"primary": {"capacity": ROWS * BLOCK_BYTES}}) as running:
+            yield running
 
+    @pytest.fixture
+    def tiered(self, shared: Engine) -> Engine:
+        """An engine that holds nothing."""
+        shared.settle()
+        assert shared.llm.reset_prefix_cache(reset_connector=True)
+        return shared
 
-def test_without_the_hint_the_prompt_that_was_used_longest_ago_goes(tiered: Engine, expected: Answer) -> None:
-    answer, blocks = life(tiered, by_parameters, ends=False)
-    assert (answer.matches(expected), blocks) == (True, 0)
+    @pytest.mark.parametrize("ask", CARRIERS)
+    def test_a_session_that_is_over_makes_room_before_one_that_was_used_longer_ago(
+        self, tiered: Engine, expected: Answer, ask: Callable[[Engine, list[int], str, bool], None]
+    ) -> None:
+        before = count(tiered, "connector", "sessions_released")
+        answer, blocks = life(tiered, ask, ends=True)
+        assert (answer.matches(expected), blocks) == (True, 6)
+        assert count(tiered, "connector", "sessions_released") == before + 1
+
+    def test_without_the_hint_the_prompt_that_was_used_longest_ago_goes(self, tiered: Engine, expected: Answer) -> None:
+        answer, blocks = life(tiered, by_parameters, ends=False)
+        assert (answer.matches(expected), blocks) == (True, 0)
 
 
 def fill(running: Engine, seed: int) -> None:
