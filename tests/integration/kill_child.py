@@ -7,8 +7,7 @@ its identity says; each reset brings other weights.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -31,6 +30,7 @@ CAPACITY = 16 << 20
 GROUP_BYTES = (8192, 5000)
 ROWS = 24
 BATCH = 6
+LOADED_AT_ONCE = ROWS // 2
 PATIENCE_SECONDS = 30.0
 
 MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layout="kill loop")
@@ -111,25 +111,37 @@ class Child:
         self.manager.on_request_finished(ctx)
         return out is not None
 
-    def load(self, numbers: Iterable[int]) -> tuple[list[int], list[int]]:
+    def load(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return those of ``numbers`` that are missing, and those that arrive with wrong bytes."""
         missing: list[int] = []
         wrong: list[int] = []
-        for number in numbers:
-            key, ctx = key_of(number), self.request()
-            end = time.monotonic() + PATIENCE_SECONDS
-            while (answer := self.manager.lookup(key, ctx)) is None and time.monotonic() < end:
+        for start in range(0, len(numbers), LOADED_AT_ONCE):
+            waiting, ctx = list(numbers[start : start + LOADED_AT_ONCE]), self.request()
+
+            def answered(waiting: list[int] = waiting, ctx: ReqContext = ctx) -> bool:
                 self.manager.on_schedule_end()
-            if answer:
-                row = int(self.manager.prepare_load([key], ctx).block_ids[0])
-                expected = content(number, self.weights)
-                if self.worker.array[row, : len(expected)].tobytes() != expected:
-                    wrong.append(number)
-                self.manager.complete_load([key], ctx)
-            else:
-                missing.append(number)
+                for number in tuple(waiting):
+                    answer = self.manager.lookup(key_of(number), ctx)
+                    if answer is not None:
+                        waiting.remove(number)
+                        if not answer:
+                            missing.append(number)
+                        elif not self._is_right(number, ctx):
+                            wrong.append(number)
+                return not waiting
+
+            until(answered, PATIENCE_SECONDS)
+            missing.extend(waiting)
             self.manager.on_request_finished(ctx)
         return missing, wrong
+
+    def _is_right(self, number: int, ctx: ReqContext) -> bool:
+        """Load a block of the primary tier and compare its bytes."""
+        row = int(self.manager.prepare_load([key_of(number)], ctx).block_ids[0])
+        expected = content(number, self.weights)
+        right = self.worker.array[row, : len(expected)].tobytes() == expected
+        self.manager.complete_load([key_of(number)], ctx)
+        return right
 
     def news(self) -> list[tuple[str, list[int]]]:
         """Return the blocks that came to the disk or left it since the last call."""
