@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from tiering.api.keys import OffloadKey
+from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.machine.counts import EngineCounts
 from tiering.machine.messages import Record
@@ -65,14 +66,27 @@ class EngineJob:
     left: int
     """Number of keys whose outcome is not known."""
 
+    def nbytes(self, groups: Sequence[int], positions: Sequence[int]) -> int:
+        """Return the bytes of some of its blocks; ``groups`` are the bytes of a block per KV-cache group."""
+        return sum(groups[int.from_bytes(self.keys[at][-GROUP_BYTES:], "big")] for at in positions)
+
 
 @dataclass(slots=True, eq=False)
 class SharedRead:
     """A read of one block from the medium, and the rows that wait for it."""
 
-    row: int
+    job: EngineJob
+    """The job that reads it."""
+    position: int
+    """Position of the block in that job."""
+    begun: bool = False
+    """True once the tier has the read."""
     followers: list[tuple[EngineJob, int]] = field(default_factory=list)
     """Jobs, and the positions of the block in them."""
+
+    def is_of(self, job: EngineJob, position: int) -> bool:
+        """Return True if ``job`` reads the block, at this position."""
+        return self.job is job and self.position == position
 
 
 class Copies(NamedTuple):
@@ -84,6 +98,81 @@ class Copies(NamedTuple):
     """Jobs that wait, and the positions of the block in them."""
     digest: bytes | None
     """xxh3-128 of the block; None: the tier noted none, and nothing can be copied."""
+
+
+class LoadPart(NamedTuple):
+    """Blocks of one job that the tier is to load in one piece."""
+
+    job: EngineJob
+    """The job."""
+    positions: Sequence[int]
+    """Positions of the blocks in it."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    parts: deque[tuple[LoadPart, int]] = field(default_factory=deque)
+    nbytes: int = 0
+    credit: int = 0
+
+
+class FairLoads:
+    """Loads that wait for a tier, from which engines take turns by bytes: deficit round robin.
+
+    Args:
+        quantum: bytes that an engine may load per turn.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        self._engines: OrderedDict[Engine, _Waiting] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Return True if some load waits."""
+        return bool(self._engines)
+
+    def nbytes(self, engine: Engine) -> int:
+        """Return the bytes of the loads of ``engine`` that wait."""
+        return self._engines[engine].nbytes if engine in self._engines else 0
+
+    def add(self, part: LoadPart, nbytes: int) -> None:
+        """Let a load of ``nbytes`` bytes wait for its turn."""
+        waiting = self._engines.setdefault(part.job.engine, _Waiting())
+        waiting.parts.append((part, nbytes))
+        waiting.nbytes += nbytes
+
+    def take(self) -> LoadPart:
+        """Return the next load; one waits."""
+        while True:
+            engine, waiting = next(iter(self._engines.items()))
+            if (nbytes := waiting.parts[0][1]) <= waiting.credit:
+                waiting.credit -= nbytes
+                return self._next_of(engine, waiting)
+            waiting.credit += self._quantum
+            self._engines.move_to_end(engine)
+
+    def overdue(self, now: float) -> Sequence[LoadPart]:
+        """Remove and return loads whose deadline is before ``now``; those behind another one follow later."""
+        found = []
+        for engine, waiting in list(self._engines.items()):
+            while waiting.parts and waiting.parts[0][0].job.deadline < now:
+                found.append(self._next_of(engine, waiting))
+        return found
+
+    def drop(self, engine: Engine) -> Sequence[LoadPart]:
+        """Remove and return the loads of ``engine``."""
+        return [part for part, _ in self._engines.pop(engine, _Waiting()).parts]
+
+    def clear(self) -> None:
+        """Remove all loads."""
+        self._engines.clear()
+
+    def _next_of(self, engine: Engine, waiting: _Waiting) -> LoadPart:
+        part, nbytes = waiting.parts.popleft()
+        waiting.nbytes -= nbytes
+        if not waiting.parts:
+            del self._engines[engine]
+        return part
 
 
 def copied(

@@ -1,5 +1,7 @@
 """A tier of the service: the jobs, lookups and notices of all engines of one namespace, in one place.
 
+The tier gets as many loads at once as keep its medium busy. The others wait, and engines take turns by bytes.
+
 A read of a block that another engine is reading does not go to the medium: it waits for that read, and its row gets a
 copy of the verified bytes before the first engine has its row back.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +20,7 @@ from xxhash import xxh3_128_digest
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.tier import BlockTier
-from tiering.machine.engine_jobs import Copies, Engine, EngineJob, SharedRead, copied
+from tiering.machine.engine_jobs import Copies, Engine, EngineJob, FairLoads, LoadPart, SharedRead, copied
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
@@ -29,6 +31,9 @@ _log = logging.getLogger("kv_tiering.machine")
 
 MOST_STORES = 256
 """Largest number of blocks of stores that all engines together may have with a tier."""
+
+FEW_LOADS, MANY_LOADS, LOAD_BYTES = 128, 1024, 64 << 20
+"""Blocks of loads that the tier has at least, and at most, and the bytes that decide in between."""
 
 MOST_JOBS = 4096
 """Largest number of jobs that one engine may have in flight; one with more breaks the protocol."""
@@ -93,6 +98,10 @@ class HostedTier:
         self._clock = clock
         self._intake = tier.traits.intake or TierIntake()
         self._part = tier.traits.max_load_blocks or MAX_KEYS
+        self._loads = FairLoads(min(self._part, FEW_LOADS) * max(groups))
+        """The loads that the tier does not have yet."""
+        self._load_blocks = self._load_bytes = 0
+        """Blocks and bytes of the loads that it has."""
         self._key_bytes = 0
         """Length of a key, the same in all engines of a namespace; 0 before the first."""
         self._numbers = 0
@@ -120,6 +129,7 @@ class HostedTier:
         for job, positions in [waiting for waiting in self._stores if waiting[0].engine is engine]:
             self._stores.remove((job, positions))
             self._end([(job, position, False) for position in positions])
+        self._give_up(self._loads.drop(engine), engine)
         self._lookups = deque(lookup for lookup in self._lookups if lookup[0] is not engine)
         self._told.pop(engine, None)
         if engine in self.engines:
@@ -195,9 +205,26 @@ class HostedTier:
         while self._stores:
             job, positions = self._stores.popleft()
             self._end([(job, position, False) for position in positions])
+        self._loads.clear()
         reading, self._reading = self._reading, {}
         for read in reading.values():
-            self._end([(job, position, False) for job, position in read.followers])
+            waiting = read.followers if read.begun else [*read.followers, (read.job, read.position)]
+            self._end([(job, position, False) for job, position in waiting])
+
+    def _give_up(self, parts: Iterable[LoadPart], leaving: Engine | None = None) -> None:
+        """End loads that have not begun; others that wait for such a read read by themselves."""
+        for job, positions in parts:
+            for position in positions:
+                read = self._reading.get(job.keys[position])
+                if read is None or not read.is_of(job, position):
+                    continue  # another engine reads it
+                del self._reading[job.keys[position]]
+                self._end([(job, position, False)])
+                for other, at in read.followers:
+                    if other.engine is leaving:
+                        self._end([(other, at, False)])
+                    else:
+                        self._load(other, [at])
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -226,7 +253,7 @@ class HostedTier:
         if not self.attached(engine):
             self._end([(job, position, False) for position in range(count)])
         elif job.is_load:
-            self._load(job)
+            self._load(job, range(count))
         else:
             admitted = self._intake.admit(job.keys, job.request, job.is_fill)
             positions = list(range(count)) if admitted is None else [int(position) for position in admitted]
@@ -236,19 +263,43 @@ class HostedTier:
             self._end([(job, position, False) for position in sorted(declined)])
             self._pump()
 
-    def _load(self, job: EngineJob) -> None:
+    def _load(self, job: EngineJob, positions: Sequence[int]) -> None:
         """Read the blocks that no engine is reading, and wait for the others."""
         mine: list[int] = []
-        for position, key in enumerate(job.keys):
+        for position in positions:
+            key = job.keys[position]
             read = self._reading.get(key)
             if read is None:
-                self._reading[key] = SharedRead(job.rows[position])
+                self._reading[key] = SharedRead(job, position)
+                mine.append(position)
+            elif not read.begun and self._loads.nbytes(job.engine) < self._loads.nbytes(read.job.engine):
+                read.followers.append((read.job, read.position))  # this engine's turn comes earlier
+                read.job, read.position = job, position
                 mine.append(position)
             else:
                 read.followers.append((job, position))
-        job.engine.counts.engine_shared_reads += len(job.keys) - len(mine)
+        job.engine.counts.engine_shared_reads += len(positions) - len(mine)
         for first in range(0, len(mine), self._part):
-            self._submit(job, mine[first : first + self._part], load=True)
+            part = mine[first : first + self._part]
+            self._loads.add(LoadPart(job, part), job.nbytes(self._groups, part))
+        self._pump_loads()
+
+    def _pump_loads(self) -> None:
+        """Submit loads in turn, as many as keep the medium busy."""
+        while self._loads and (
+            self._load_blocks < FEW_LOADS or (self._load_blocks < MANY_LOADS and self._load_bytes < LOAD_BYTES)
+        ):
+            job, positions = self._loads.take()
+            mine = []
+            for position in positions:
+                read = self._reading.get(job.keys[position])
+                if read is not None and read.is_of(job, position):
+                    read.begun = True
+                    mine.append(position)
+            if mine:
+                self._load_blocks += len(mine)
+                self._load_bytes += job.nbytes(self._groups, mine)
+                self._submit(job, mine, load=True)
 
     def _pump(self) -> None:
         """Submit as many blocks of waiting stores as the tier has credit for."""
@@ -288,6 +339,9 @@ class HostedTier:
     def _finish(self, result: JobResult) -> None:
         """Take the result of a job of the tier, and begin the copies that wait for it."""
         job, positions, digests = self._jobs.pop(result.job_id)
+        if job.is_load:
+            self._load_blocks -= len(positions)
+            self._load_bytes -= job.nbytes(self._groups, positions)
         keys = [job.keys[position] for position in positions]
         good = set(keys if result.success else ()) if result.successful_keys is None else set(result.successful_keys)
         ended: list[tuple[EngineJob, int, bool]] = []
@@ -296,7 +350,7 @@ class HostedTier:
             done = key in good
             read = self._reading.get(key)
             followers: list[tuple[EngineJob, int]] = []
-            if read is not None and read.row == job.rows[position]:
+            if read is not None and read.is_of(job, position):
                 del self._reading[key]
                 followers = read.followers
             if done and followers:
@@ -372,7 +426,7 @@ class HostedTier:
     @property
     def busy(self) -> bool:
         """True if something may happen that nothing announces."""
-        return bool(self._jobs or self._lookups or self._stores or self.resetting)
+        return bool(self._jobs or self._lookups or self._stores or self._loads or self.resetting)
 
     def step(self) -> None:
         """Collect results, answer lookups, submit stores, and send states."""
@@ -390,6 +444,8 @@ class HostedTier:
             elif not self._answer(engine, record):
                 self._lookups.append((engine, record, until))
         self._pump()
+        self._give_up(self._loads.overdue(now))
+        self._pump_loads()
         end = self.tier.on_schedule_end()
         if end is not None:
             if self.resetting and end.reset_done:
@@ -438,4 +494,4 @@ class HostedTier:
     @property
     def idle(self) -> bool:
         """True if no job is in flight."""
-        return not self._jobs and not self._stores and not self._done
+        return not self._jobs and not self._stores and not self._loads and not self._done
