@@ -21,11 +21,12 @@ from tiering import load_stack
 from tiering.config.stack import make_rows
 from tiering.errors import RegionError
 from tiering.machine.claim import KeptRegion
-from tiering.machine.regions import Region
+from tiering.machine.regions import Region, Regions, RowsClaim
 from tiering.machine.service import MachineService
 from tiering.primary.memory.region import MARK_BYTES, SharedRegion
+from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import TierContext
-from tiering.testing.clock import until
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.fake_tier import FakeTier
 
 MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB", "share": "kept"}
@@ -409,6 +410,24 @@ def test_rows_that_no_engine_claims_are_freed(tmp_path: Path, monkeypatch: pytes
             assert recorded(service, 8)
             os.kill(pid, signal.SIGKILL)
             assert until(lambda: len(service.regions) == 0, PATIENCE)
+
+
+def test_the_services_thread_does_not_free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes seconds for tens of GiB."""
+    clock, pool = FakeClock(), ThreadPool("kv-test", 1)
+    work: list[Callable[[], object]] = []
+    monkeypatch.setattr(pool, "run", lambda free, _: work.append(free))
+    regions = Regions(pool, lambda: None, clock, 1 << 30, 5.0, {})
+    region = regions._make(RowsClaim("name", "alike", 4, 16384, 1, 1))
+    region.left_at = clock()
+    clock.advance(6.0)
+    regions.step()
+    assert len(regions) == 0
+    assert os.fstat(region.fd).st_size > 4 * 16384
+    (free,) = work
+    free()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region.fd)
 
 
 def test_rows_of_an_engine_that_was_closed_are_freed_while_its_process_lives(

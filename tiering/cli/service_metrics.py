@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from tiering.connector.metrics import ENGINES, METRICS, SERVICE, TIERS
 from tiering.errors import ConfigError
 from tiering.machine.counts import ServiceLook
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
+
+_log = logging.getLogger("kv_tiering.machine")
 
 LOOK_SECONDS = 1.0
 """Seconds within which the service's thread must state its counts."""
@@ -97,6 +100,8 @@ def endpoint(address: str, look: Callable[[float], ServiceLook]) -> Iterator[int
     except OSError as error:
         raise ConfigError(f"--metrics: {address} cannot be listened on: {error.strerror or error}") from error
     # A client that sends nothing does not keep its thread.
+    answering: Any = server
+    answering.handle_error = lambda *_: _log.debug("a client of the metrics has gone", exc_info=True)
     handler: Any = server.RequestHandlerClass
     server.RequestHandlerClass = type("Handler", (handler,), {"timeout": IDLE_SECONDS})
     try:

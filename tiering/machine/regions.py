@@ -283,7 +283,7 @@ class Regions:
             # The machine need not have room for rows of another capacity too, nor for those of other models.
             is_short = (available_bytes() or nbytes) < nbytes
             if (region.claim.alike == claim.alike or is_short) and self._is_free(region):
-                self._close(region)
+                self._close(region, at_once=True)
         if len(self._regions) >= MOST_REGIONS:
             raise RegionError(f"the service has {MOST_REGIONS} regions of rows already")
         fds: list[int] = []
@@ -337,17 +337,28 @@ class Regions:
     def close(self) -> None:
         """Close all regions; engines that have mapped one keep it."""
         for region in list(self._regions):
-            self._close(region)
+            self._close(region, at_once=True)
 
-    def _close(self, region: Region) -> None:
+    def _close(self, region: Region, *, at_once: bool = False) -> None:
+        """Free the rows, for which the kernel takes seconds if they are tens of GiB: in another thread if it may."""
         region.empty()
         self._regions.remove(region)
         if self._named.get(region.claim.name) is region:
             del self._named[region.claim.name]
         self._close_pidfds(region)
+        held: list[object] = [region.rows, region.words]
         region.rows, region.words = np.empty((0, PAGE), np.uint8), np.empty(0, np.uint64)
-        os.close(region.fd)
-        os.close(region.words_fd)
+        handles = region.fd, region.words_fd
+
+        def free() -> None:
+            held.clear()
+            for handle in handles:
+                os.close(handle)
+
+        if at_once:  # the next rows need the room
+            free()
+        else:
+            self._pool.run(free, lambda _: free())
 
     @staticmethod
     def _close_pidfds(region: Region) -> None:
