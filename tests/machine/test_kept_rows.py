@@ -223,6 +223,16 @@ def test_rows_that_a_surviving_child_has_are_not_given_away(service: MachineServ
         inherits(engine_of(service.path), 8)
 
 
+def test_a_child_that_closes_all_descriptors_cannot_touch_the_rows(service: MachineService) -> None:
+    """Nothing proves its death, so it must not have the rows: another engine may have them by then."""
+    with victim_process(service.path) as (_, run):
+        run(
+            "import os\n"
+            "if not (pid := os.fork()):\n  os.closerange(3, 1000)\n  engine._rows[0, 0] = 1\n  os._exit(0)\n"
+            "if os.waitpid(pid, 0)[1] != 11: os._exit(1)"
+        )
+
+
 def test_digests_that_come_after_the_engine_has_died_do_not_count(service: MachineService) -> None:
     """A process that survives it may have written into the rows before."""
     late: list[Any] = []

@@ -383,7 +383,7 @@ def test_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
 def test_memory_that_vanished_since_the_check_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefault, "_madvise", lambda address, nbytes, advice: 14)
+    monkeypatch.setattr(prefault, "advise", lambda address, nbytes, advice: 14)
     with pytest.raises(RegionError, match="another program took it"):
         open_side(tmp_path)
     assert files(tmp_path) == []
@@ -394,7 +394,7 @@ def test_prefaulting_on_old_kernels_reserves_and_changes_nothing(
 ) -> None:
     first = open_side(tmp_path)
     first.array[:] = 5
-    monkeypatch.setattr(prefault, "_madvise", lambda address, nbytes, advice: 22)
+    monkeypatch.setattr(prefault, "advise", lambda address, nbytes, advice: 22)
     second = open_side(tmp_path)
     assert (second.array == 5).all()
 

@@ -25,7 +25,7 @@ from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket
 from tiering.machine.messages import MAX_MESSAGE, Kind, Record, messages, pack, read
 from tiering.machine.options import MachineOptions
 from tiering.machine.rows import check_rows
-from tiering.primary.memory.prefault import Share
+from tiering.primary.memory.prefault import Share, advise
 from tiering.primary.memory.region import SharedRegion, row_stride
 from tiering.primary.memory.room import check_room
 
@@ -86,7 +86,12 @@ class KeptRegion(SharedRegion):
             region = cls.join(own, num_rows, row_bytes, sides=sides, mark=mark)
             own = -1
             region.connection = connection
-            region.words = np.frombuffer(mmap.mmap(fds[1], num_rows * WORD_BYTES), np.uint64)
+            words = mmap.mmap(fds[1], num_rows * WORD_BYTES)
+            region.words = np.frombuffer(words, np.uint64)
+            # A child that the engine forks could outlive it, and write into rows that another engine has by then.
+            words.madvise(mmap.MADV_DONTFORK)
+            if number := advise(region.address, num_rows * row_stride(row_bytes), mmap.MADV_DONTFORK):
+                raise RegionError(f"the rows cannot be kept from children: {os.strerror(number)}")
         except BaseException:
             connection.close()
             if own >= 0:

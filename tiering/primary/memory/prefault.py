@@ -77,7 +77,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def _madvise(address: int, nbytes: int, advice: int) -> int:
+def advise(address: int, nbytes: int, advice: int) -> int:
     """Return 0, or the error number."""
     while _libc.madvise(address, nbytes, advice):
         number = ctypes.get_errno()
@@ -119,7 +119,7 @@ def prefault(
     """
     address, nbytes = flat.ctypes.data, flat.nbytes
     # Huge pages are optional: the kernel refuses them where shared memory may not use them.
-    refused = _madvise(address, nbytes, _MADV_HUGEPAGE)
+    refused = advise(address, nbytes, _MADV_HUGEPAGE)
     logger.debug("huge pages for the shared region: %s", os.strerror(refused) if refused else "asked for")
 
     share = share or Share(_CHUNK, 0, _CHUNK)
@@ -129,7 +129,7 @@ def prefault(
             end = min(begin + _CALL, stop)
             if is_over():
                 break
-            number = _madvise(address + begin, end - begin, _MADV_POPULATE_WRITE)
+            number = advise(address + begin, end - begin, _MADV_POPULATE_WRITE)
             try:
                 if number == errno.EINVAL:
                     _reserve_and_touch(flat, fd, begin, end)
