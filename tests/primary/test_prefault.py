@@ -63,14 +63,14 @@ def test_memory_is_prepared_on_the_given_cpus(monkeypatch: pytest.MonkeyPatch) -
     allowed = os.sched_getaffinity(0)
     one = min(allowed)
     seen: list[set[int]] = []
-    real: Callable[[int, int, int], int] = module._madvise
+    real: Callable[[int, int, int], int] = module.advise
 
     def madvise(address: int, nbytes: int, advice: int) -> int:
         if advice == module._MADV_POPULATE_WRITE:
             seen.append(os.sched_getaffinity(0))
         return real(address, nbytes, advice)
 
-    monkeypatch.setattr(module, "_madvise", madvise)
+    monkeypatch.setattr(module, "advise", madvise)
     SharedRegion.create(2, PAGE, share=Share(PAGE, 0, PAGE, cpus=frozenset({one, 99999}))).close()
     SharedRegion.create(2, PAGE, share=Share(PAGE, 0, PAGE, cpus=frozenset({99999}))).close()
     assert seen == [{one}, allowed]
