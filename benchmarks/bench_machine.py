@@ -5,7 +5,8 @@ one process look the same prompts up at the same time, in blocks of 256 KiB, beh
 25 ms. The second part plays conversations, whose turns go to any of four engines, with CPU tiers of 32 blocks and disks
 large enough for all blocks; "one shared disk" is the share of blocks that some engine has had before. The third part is
 the cost of the scheduler's thread: lookups of blocks that are known to be held, and the end of a step that sends a
-message with two lookups, a load of 16 blocks and a notice, and of the next one, which reads the answers to it.
+message with two lookups, a load of 16 blocks and a notice, and of the next one, which reads the answers to it; then the
+same from the lookups to the results, beside a tier in the process.
 
 The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
@@ -253,6 +254,71 @@ def thread(bench: Bench) -> None:
         [["that sends a message", *sending], ["that reads the answers", *reading]],
     )
     bench.target("a message each way, medians together", sending[0] + reading[0], 30.0, "max", "µs")
+    _beside_embedded(bench)
+
+
+def _beside_embedded(bench: Bench) -> None:
+    """Compare what a step costs the scheduler's thread, from the lookups to the results, with a tier in the process."""
+    sizes, times = (16, 32, 256), 20 if bench.quick else 500
+    found: dict[str, list[list[float]]] = {}
+    for name, inside in (("tier in the process", True), ("one service", False)):
+        with _tier(bench, f"whole-{inside}", SMALL_BLOCK, 512, inside=inside) as (tier, _, move):
+            keys = [key_of(19, at) for at in range(max(sizes))]
+            for first in range(0, len(keys), JOB_BLOCKS):
+                part = slice(first, first + JOB_BLOCKS)
+                move(keys[part], np.arange(len(keys))[part], load=False)
+            found[name] = [_whole_steps(tier, keys[:blocks], times) for blocks in sizes]
+    rows: list[list[Cell]] = [
+        [name, blocks, *np.percentile(taken, (50, 99)).tolist()]
+        for name, each in found.items()
+        for blocks, taken in zip(sizes, each, strict=True)
+    ]
+    bench.table(
+        "lookups, loads and results of a step, µs of the scheduler's thread", ["tier", "blocks", "p50", "p99"], rows
+    )
+    for at, blocks in enumerate(sizes):
+        own, shared = (statistics.median(found[name][at]) for name in ("tier in the process", "one service"))
+        bench.target(f"thread's time of a step with {blocks} blocks, of the tier in it", shared / own, 1.0, "max", "x")
+
+
+def _whole_steps(tier: SecondaryTierManager, keys: list[OffloadKey], times: int) -> list[float]:
+    """Return the thread's time of each step with two lookups and loads of ``keys``, in microseconds."""
+    taken = []
+    numbers = itertools.count(1 << 24)
+    gc.disable()
+    for at in range(times):
+        fresh, ctx = [key_of(23, len(keys), at, number) for number in range(16)], ReqContext(f"w{at}")
+        jobs = [
+            TransferJob(
+                next(numbers),
+                keys[first : first + JOB_BLOCKS],
+                np.arange(first, first + JOB_BLOCKS),
+                True,
+                ctx,
+                0.0,
+                False,
+                time.monotonic() + WAIT,
+            )
+            for first in range(0, len(keys), JOB_BLOCKS)
+        ]
+        begun = time.perf_counter()
+        tier.lookup_prefix(fresh[:8], ctx)
+        tier.lookup_prefix(fresh[8:], ctx)
+        for job in jobs:
+            tier.submit_load(job)
+        tier.touch(fresh, ctx)
+        tier.on_schedule_end()
+        spent, left = time.perf_counter() - begun, len(jobs)
+        while left:
+            time.sleep(COMPUTE_SECONDS)
+            begun = time.perf_counter()
+            ended = len(list(tier.get_finished()))
+            tier.on_schedule_end()
+            spent += (time.perf_counter() - begun) * bool(ended)
+            left -= ended
+        taken.append(spent * 1e6)
+    gc.enable()
+    return taken
 
 
 def _messages(tier: SecondaryTierManager, count: int) -> tuple[list[float], list[float]]:
