@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.engines.vllm.identity import hash_seed
-from tiering.engines.vllm.refusals import check_stages, check_supported
+from tiering.engines.vllm.refusals import check_stages, check_supported, lost_states
 from tiering.errors import ConfigError
 
 
@@ -104,6 +105,16 @@ def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_pre
 def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests() -> None:
     with pytest.raises(ConfigError, match=r"0\.30 or newer"):
         check(configuration(groups=2), reports_requests=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hash_block_size", "is_warned_of"),
+    [("mamba", 16, True), ("mamba", 64, False), ("full_attention", 16, False)],
+)
+def test_states_inside_of_blocks_are_warned_of(kind: str, hash_block_size: int, is_warned_of: bool) -> None:
+    groups = (KVCacheGroup(("layer.0",), 64), KVCacheGroup(("layer.1",), 64, None, kind))
+    warning = lost_states(EngineConfig((64, 64), hash_block_size, groups))
+    assert (warning is not None and "leave --prefix-match-unit out" in warning) is is_warned_of
 
 
 def test_hash_seeds_that_change_with_the_process_are_known_as_random() -> None:

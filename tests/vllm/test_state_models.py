@@ -51,6 +51,21 @@ def test_from_the_cpu_and_from_a_disk_after_a_restart(tmp_path: Path, write: Cal
         assert second.tier("local")["read_bytes"] > 0
 
 
+def test_states_inside_of_blocks_are_not_stored_and_the_start_names_the_option(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts of 216 tokens have a state at 208 tokens, and one at 192 because their chunks end at blocks."""
+    model, prompts = write_granite(tmp_path), [prompt(seed, 216) for seed in range(3, 6)]
+    plain = plain_answers(model, prompts)
+    with engine(model, CPU, **OPTIONS, prefix_match_unit=16) as running:
+        assert "multiples of 16 tokens, and only those at the end of a block of 64 tokens are stored" in caplog.text
+        assert wrong(running.ask(prompts), plain) == []
+        running.evict()
+        answers, cached = cached_tokens(running, prompts)
+        assert wrong(answers, plain) == []
+        assert cached == [HELD] * 3
+
+
 @pytest.mark.parametrize("mode", ["tiering", "simple"])
 def test_gated_delta_nets_one_prompt_at_a_time(tmp_path: Path, mode: str) -> None:
     """In bfloat16, vLLM's answers depend on the prompts that are computed in the same step."""

@@ -46,7 +46,7 @@ from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.engines.vllm.model import geometry_of, kind_of, model_identity
-from tiering.engines.vllm.refusals import check_one_stage, check_stages, check_supported
+from tiering.engines.vllm.refusals import check_one_stage, check_stages, check_supported, lost_states
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.engines.vllm.stages import stages_of_engine, stages_of_worker
 from tiering.errors import ConfigError, RegionError
@@ -119,6 +119,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         """vLLM's KV-cache configuration of each pipeline stage."""
         check_supported(vllm_config, kv_cache_config, kind_of, TransferResults is not None, _hands_over_states())
         geometry = geometry_of(vllm_config, kv_cache_config, stages=self.stages)
+        if not is_worker and (warning := lost_states(geometry.engine)) is not None:
+            logger.warning("%s", warning)
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._may_rest = parallel.pipeline_parallel_size == getattr(parallel, "data_parallel_size", 1) == 1

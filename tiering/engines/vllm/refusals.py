@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tiering.api.engine import EngineConfig
+from tiering.connector.groups import KINDS, GroupKind
 from tiering.engines.vllm.geometry import first_spec
 from tiering.engines.vllm.kept_groups import is_skipped
 from tiering.errors import ConfigError
@@ -100,6 +102,22 @@ def _check_states(vllm_config: Any, group: Any, name: str) -> None:
         )
     if getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ConfigError(f"{name}: ReplaySSM does not keep whole states; turn use_replayssm off")
+
+
+def lost_states(engine: EngineConfig) -> str | None:
+    """Return a warning if vLLM keeps states inside of blocks, which are not stored; None otherwise.
+
+    Args:
+        engine: the engine's configuration.
+    """
+    for group, size in zip(engine.groups, engine.block_sizes, strict=True):
+        if KINDS.get(group.kind) is GroupKind.STATE and engine.hash_block_size < size:
+            return (
+                f"vLLM keeps states at multiples of {engine.hash_block_size} tokens, and only those at the end of a "
+                f"block of {size} tokens are stored: many prompts get a shorter hit from the tiers, or none; "
+                "leave --prefix-match-unit out"
+            )
+    return None
 
 
 def check_role(transfer: Any) -> None:
