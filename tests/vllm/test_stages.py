@@ -6,17 +6,25 @@ with one stage and without cache.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.models import write_adapter, write_gemma, write_llama
+from tests.vllm.models import (
+    STATE_BLOCK,
+    write_adapter,
+    write_falcon_h1,
+    write_gemma,
+    write_llama,
+)
 from tests.vllm.rig import BLOCK_BYTES, answers_without_tiers, engine, prompt, whole_blocks, wrong
 from tests.vllm.server import Server, until
 from tests.vllm.test_canonical_rows import FIRST, SECOND, step, stored, workers
 from tests.vllm.test_lora import OPTIONS, Asked, ask
 from tests.vllm.test_lora_server import LORA, hold
+from tests.vllm.test_states import HELD, PROMPTS, plain_answers
 
 pytestmark = pytest.mark.slow
 
@@ -147,3 +155,24 @@ def test_loads_that_fail_on_one_stage_preemptions_and_adapters(
         hold(two, adapter)
         assert wrong(two.ask(FIRST, model="parrot"), adapted) == []
         assert loaded(two) == all_bytes
+
+
+def test_states_beside_attention_also_after_a_kill(tmp_path: Path) -> None:
+    model, words = write_falcon_h1(tmp_path / "model"), stack(tmp_path)
+    expected = plain_answers(model)
+    options = (
+        *(*STAGES, "--num-gpu-blocks-override", "60", "--enable-prefix-caching"),
+        *("--block-size", str(STATE_BLOCK), "--max-num-batched-tokens", str(STATE_BLOCK)),
+    )
+    with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
+        assert wrong(two.ask(PROMPTS), expected) == []
+        until(lambda: stored(two) > 0 and two.metric("kv_tiering_jobs_in_flight") == 0, 60, "the stores")
+        two.evict()
+        assert wrong(two.ask(PROMPTS), expected) == []
+        assert two.metric("vllm:external_prefix_cache_hits_total") == HELD * len(PROMPTS)
+        from_cpu = loaded(two)
+        assert from_cpu > 0
+        two.end(signal.SIGKILL)
+    with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
+        assert wrong(two.ask(PROMPTS), expected) == []
+        assert loaded(two) == from_cpu
