@@ -1,4 +1,4 @@
-"""The conformance suite of tiers over a local tier, through vLLM's real factory and TieringOffloadingManager."""
+"""The conformance suite of tiers over a local tier, behind vLLM's real manager of tiers."""
 
 from __future__ import annotations
 
