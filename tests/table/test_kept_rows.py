@@ -90,7 +90,7 @@ def busy(*, idle: bool = False) -> tuple[BlockTable, FakeClock]:
 @pytest.mark.parametrize(("after", "gone"), [(9.0, KEYS[8]), (11.0, KEYS[10])])
 def test_own_blocks_of_a_session_that_returns_late_go_first(after: float, gone: bytes) -> None:
     table, clock = busy()
-    assert expect(table, clock, KEYS[9], KEYS[10], after=after) == (0 if gone == KEYS[10] else 2)
+    assert expect(table, clock, KEYS[9], KEYS[10], after=after) == 2
     assert evicted(table, KEYS[20]) == [gone]
 
 
@@ -105,8 +105,48 @@ def test_a_session_that_is_late_takes_its_shared_its_pinned_and_its_retained_blo
     keep(table, clock, KEYS[10], pin=True)
     keep(table, clock, KEYS[11])
     assert keep(table, clock, KEYS[9], seconds=1000.0) == 1  # not its own
-    assert expect(table, clock, KEYS[10], KEYS[11], after=1000.0) == 0
+    assert expect(table, clock, KEYS[10], after=1000.0) == 1
+    assert expect(table, clock, KEYS[11], after=5.0) == 0
     assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[8], KEYS[12]]
+
+
+def test_the_farthest_return_goes_first_and_time_brings_a_session_nearer() -> None:
+    table, clock = busy()
+    for key, after in ((KEYS[9], 12.0), (KEYS[10], 300.0), (KEYS[11], 40.0)):
+        assert expect(table, clock, key, after=after) == 1
+    assert evicted(table, KEYS[20]) == [KEYS[10]]
+    clock.advance(4.0)
+    assert evicted(table, KEYS[21], KEYS[22]) == [KEYS[11], KEYS[8]]
+
+
+def test_a_new_expectation_replaces_the_one_that_a_request_has_met() -> None:
+    table, clock = busy()
+    assert expect(table, clock, KEYS[9], after=9.0) == 1
+    table.touch([KEYS[9]])
+    assert expect(table, clock, KEYS[9], after=2000.0) == 1
+    assert evicted(table, KEYS[20]) == [KEYS[9]]
+
+
+def test_own_blocks_that_a_request_uses_or_reads_are_no_late_ones() -> None:
+    table, clock = busy()
+    assert expect(table, clock, *KEYS[9:12], after=1000.0) == 3
+    table.touch([KEYS[11]])
+    table.pin(rows(*(row for row in table.rows_of(KEYS[10:11]) if row is not None)))
+    assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[9], KEYS[8]]
+
+
+def test_expectations_that_replace_each_other_leave_a_bounded_heap() -> None:
+    clock = FakeClock()
+    kept = KeptRows(8, clock)
+    for number in range(1000):
+        clock.advance(1.0)
+        chosen = rows(number % 8, (number + 3) % 8)
+        kept.keep(chosen, 100.0 + number % 50, 4, is_own=True)
+        kept.evict_yielded_first(clock() + 60.0)
+        assert sum(len(listed) for _, _, listed in kept._own) <= 8 * (kept_rows.MOST_LISTED + 2)
+    late = kept.take_late(0.0, 100)
+    assert len(set(late.tolist())) == len(late) == 8
+    assert not len(kept.take_late(0.0, 100))
 
 
 @pytest.mark.parametrize(("pin", "used", "gone"), [(0, 0, KEYS[9]), (1, 0, KEYS[8]), (0, 1, KEYS[8])])

@@ -6,10 +6,10 @@ it would have without them. A kept row that comes up as a victim becomes the pol
 
 A share bounds each kind. Beyond it, rows whose time ends soon stay: they take the room for the shortest time.
 
-Rows that only one session uses, which returns at a known time, may also be evicted first. They are not kept if other
-rows bring more in their room: if the session returns later than a row is used on average, twice over, and later than
-evictions take to reach a recent row. Rows that yield beyond the share go first if evictions would reach them before the
-session returns.
+Rows that only one session uses, which returns at a known time, may also be evicted first. Each eviction compares: such
+rows go before others, the farthest return first, if the session returns later than a row is used on average, twice
+over, and later than evictions take to reach a recent row. Beyond the share, the latter suffices. The room thus goes to
+the rows that are used soonest, by what is known of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tiering.api.hints import EXPECT_FACTOR, KeptBlocks
 from tiering.table.free_rows import NO_ROWS
-from tiering.table.policies.policy import EvictionPolicy, Rows
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, Rows
 from tiering.table.row_array import row_array
 
 RENEWAL = 8
@@ -42,7 +42,7 @@ AHEAD = 256
 """Quotient of all rows and those that a search past kept rows evicts ahead of need at most."""
 
 MOST_IDLE = 2.0
-"""Quotient of the longest time of own rows and of the mean time between two uses of a row.
+"""Quotient of the longest time until an own row is used and of the mean time between two uses of a row.
 
 An average row is used more often than those that would be evicted next, for which the kept ones take the room.
 """
@@ -78,13 +78,14 @@ class KeptRows:
         "_ids",
         "_listed",
         "_order",
+        "_own",
         "_owner",
         "_sizes",
         "_tenants",
         "_until",
-        "is_own",
+        "_yielded",
+        "returns",
         "rows",
-        "yielded",
     )
 
     def __init__(self, num_rows: int, clock: Callable[[], float]) -> None:
@@ -93,8 +94,8 @@ class KeptRows:
         """Time until which each row is kept; 0 for a row that is not."""
         self._owner: NDArray[np.int64] = row_array(num_rows, np.int64)
         """Number of the tenant of each kept row."""
-        self.is_own: NDArray[np.bool_] = row_array(num_rows, np.bool_)
-        """True for each kept row that only the session that is expected uses; the owner may clear it."""
+        self.returns: NDArray[np.float64] = row_array(num_rows, np.float64)
+        """Time at which the only session of each row is expected; negative once a request used the row, else 0."""
         self._ids: dict[bytes, int] = {}
         self._tenants: dict[int, _Tenant] = {}
         """The tenants that have rows, by their numbers."""
@@ -107,8 +108,10 @@ class KeptRows:
         self._order = count()
         self.rows = 0
         """Number of rows that are kept."""
-        self.yielded: list[tuple[float, Rows]] = []
-        """Ends and rows of own blocks that yielded."""
+        self._own: list[tuple[float, int, Rows]] = []
+        """A heap of negated times of return, the farthest first, with the rows that had this time then."""
+        self._yielded: list[Rows] = []
+        """Own rows that found no room within the bound since the last :meth:`evict_yielded_first`."""
 
     def keep(self, rows: Rows, seconds: float, most: int, tenant: bytes = b"", *, is_own: bool = False) -> int:
         """Keep rows within the bound, and return the number of those that got a new end.
@@ -122,7 +125,17 @@ class KeptRows:
         """
         now = self._clock()
         self.expire(now)
-        rows = rows[self._until[rows] < now + seconds - seconds / RENEWAL][:most]
+        is_anew = self._until[rows] < now + seconds - seconds / RENEWAL
+        if is_own and most:
+            # A new expectation replaces an old one of the session, but no action that keeps its blocks for longer.
+            rows = rows[is_anew | (self.returns[rows] != 0.0)]
+            self.returns[rows] = back = now + seconds / EXPECT_FACTOR
+            heapq.heappush(self._own, (-back, -next(self._order), rows))
+        else:
+            rows = rows[is_anew]
+            self.returns[rows] = 0.0
+        self._note_yielded(rows[most:])
+        rows = rows[:most]
         if not len(rows):
             return 0
         self.discard(rows)  # they get another end, and perhaps another tenant
@@ -132,7 +145,6 @@ class KeptRows:
         self.rows += len(rows)
         self._until[rows] = end = now + seconds
         self._owner[rows] = owner
-        self.is_own[rows] = is_own
         self._list(kept, rows, end)
         heapq.heappush(self._sizes, (-kept.rows, owner))
         if self.rows > most:
@@ -164,10 +176,22 @@ class KeptRows:
                 if left:
                     heapq.heappush(tenant.farthest, (end, number, rows[:left]))
                 self.discard(rows[left:])
-                if len(own := rows[left:][self.is_own[rows[left:]]]):
-                    self.yielded.append((-end, own))
+                self._note_yielded(rows[left:])
             if tenant.rows:
                 heapq.heappush(self._sizes, (-tenant.rows, owner))
+
+    def _note_yielded(self, rows: Rows) -> None:
+        if len(own := rows[self.returns[rows] > 0.0]):
+            self._yielded.append(own)
+
+    def evict_yielded_first(self, limit: float) -> None:
+        """Let own rows go before others that have yielded and whose session returns after ``limit``."""
+        if not self._yielded:
+            return
+        rows, self._yielded = np.concatenate(self._yielded), []
+        rows = rows[(self.returns[rows] > limit) & (self._until[rows] == 0.0)]
+        self.returns[rows] = math.inf
+        heapq.heappush(self._own, (-math.inf, -next(self._order), rows))
 
     def expire(self, now: float) -> None:
         """End the time of the rows whose end has come."""
@@ -186,6 +210,29 @@ class KeptRows:
         for part in np.split(kept, np.flatnonzero((ends[1:] != ends[:-1]) | (owners[1:] != owners[:-1])) + 1):
             if len(part):
                 self._list(self._tenants[int(self._owner[part[0]])], part, float(self._until[part[0]]))
+        expected = np.flatnonzero(self.returns > self._clock())
+        expected = expected[np.argsort(self.returns[expected], kind="stable")]
+        backs = self.returns[expected]
+        parts = np.split(expected, np.flatnonzero(backs[1:] != backs[:-1]) + 1)
+        self._own = [(-float(self.returns[part[0]]), -next(self._order), part) for part in parts if len(part)]
+        heapq.heapify(self._own)
+
+    def take_late(self, limit: float, count: int) -> Rows:
+        """Return up to ``count`` own rows, which are such no more; their session returns at ``limit`` or later.
+
+        The farthest return comes first, and of each session the tail.
+        """
+        found, missing = [NO_ROWS], count
+        while missing > 0 and self._own and -self._own[0][0] >= limit:
+            back, number, rows = heapq.heappop(self._own)
+            rows = rows[self.returns[rows] == -back]
+            if left := max(0, len(rows) - missing):
+                heapq.heappush(self._own, (back, number, rows[:left]))
+                rows = rows[left:]
+            self.returns[rows] = 0.0
+            found.append(rows[::-1])
+            missing -= len(rows)
+        return np.concatenate(found)
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""
@@ -270,28 +317,30 @@ class Keeping:
         """
         kind = self.pinned if kept.is_pin else self.retained
         most = int(kept.share * self._num_rows)
-        return kind.keep(rows, kept.seconds, most, kept.tenant, is_own=kept.is_own)
+        count = kind.keep(rows, kept.seconds, most, kept.tenant, is_own=kept.is_own)
+        self.retained.evict_yielded_first(self._clock() + self.evictions.seconds)
+        return count
 
-    def is_late(self, kept: KeptBlocks) -> bool:
-        """Return True for own blocks whose session returns too late to keep them until then."""
+    def take_late(self, count: int, refs: RefCounts) -> Rows:
+        """Return up to ``count`` rows to evict before others, because their session returns later than those are used.
+
+        Args:
+            count: number of rows that are needed.
+            refs: the table's reference counts.
+        """
         latest = max(self.evictions.seconds, MOST_IDLE * self.uses.seconds)
-        return kept.is_own and kept.seconds > EXPECT_FACTOR * latest
-
-    def take_late(self) -> Rows:
-        """Return the own rows that yielded and whose session returns too late, the first victim last."""
-        yielded, self.retained.yielded = self.retained.yielded, []
-        latest = self._clock() + EXPECT_FACTOR * self.evictions.seconds
-        late = [rows[~self.pinned.are_kept(rows)] for end, rows in yielded if end > latest]
-        return np.concatenate(late) if late else NO_ROWS
+        rows = self.retained.take_late(self._clock() + latest, count)
+        return rows[(refs[rows] == 0) & ~self.pinned.are_kept(rows)] if len(rows) else rows
 
     def used(self, rows: Rows) -> None:
         """Record that requests use ``rows``, which count as shared until the session expects itself anew."""
         self.uses.count(len(rows))
-        self.retained.is_own[rows] = False
+        self.retained.returns[rows] = -np.abs(self.retained.returns[rows])
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""
         self.retained.discard(rows)
+        self.retained.returns[rows] = 0.0
         self.pinned.discard(rows)
 
     def release(self, rows: Rows) -> None:

@@ -150,6 +150,13 @@ class RowMarks:
                 chosen.append(first)
                 count -= len(first)
                 evictable -= len(first)
+        if count and self.keeping is not None and len(late := self.keeping.take_late(count, self._refs)):
+            if self.first_victims is not None:
+                self.first_victims.discard(late)
+            self._policy.remove(late)
+            chosen.append(late)
+            count -= len(late)
+            evictable -= len(late)
         if count and self.keeping is not None:
             chosen.append(self.keeping.evict(self._policy, count, evictable))
         elif count:
@@ -182,13 +189,7 @@ class RowMarks:
         for marked in (self.released, self.first_victims):
             if marked is not None:
                 marked.discard(rows)
-        if self.keeping.is_late(kept):
-            self.release(rows[~self.keeping.are_kept(rows)])
-            return 0
-        count = self.keeping.keep(rows, kept)
-        if len(late := self.keeping.take_late()):
-            self.release(late)
-        return count
+        return self.keeping.keep(rows, kept)
 
     def count_kept(self, rows: Rows) -> int:
         """Return how many of ``rows`` are kept now."""
