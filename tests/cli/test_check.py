@@ -174,6 +174,16 @@ def test_an_inclusive_cpu_tier_below_one_and_a_half_of_the_engines_cache(
     assert remedies == ["set primary.inclusion: exclusive, or raise primary.capacity"] * told
 
 
+@pytest.mark.parametrize(("least", "prefetch", "told"), [(256, "1MiB", 0), (257, "1MiB", 1), (257, None, 0)])
+def test_a_tier_that_asks_for_longer_prefixes_than_a_prefetch_looks_at(
+    least: int, prefetch: object, told: int, write_stack: WriteStack, tmp_path: Path
+) -> None:
+    stack = write_stack(local(tmp_path, min_prefix_blocks=least), hints={"prefetch": prefetch})
+    found = json.loads(kv_tiering("check", stack, "--json").out)["findings"]
+    remedies = [item["remedy"] for item in found if item["subject"] == "prefetches from local"]
+    assert remedies == ["lower secondary[0].min_prefix_blocks to 256, or leave hints.prefetch out"] * told
+
+
 def test_a_tier_is_compared_with_the_largest_one_before_it(tmp_path: Path) -> None:
     found = stack_findings({"type": "memory", "capacity": "64MiB"}, local(tmp_path, capacity="32MiB"))
     assert "the tier memory before it has 64 MiB" in found["capacity of local"].text

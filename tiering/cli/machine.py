@@ -14,8 +14,10 @@ from tiering.config.registry import tier_definition
 from tiering.config.stack import order_problems
 from tiering.config.stack_file import RecordOptions, StackConfig, WarmStartOptions
 from tiering.errors import RegionError
+from tiering.manager.early import BLOCKS_PER_LOOK
 from tiering.primary.memory.region import SHM
 from tiering.primary.memory.room import check_room
+from tiering.secondary.options import BlockTierOptions
 
 
 def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None = None) -> Iterator[Finding]:
@@ -57,6 +59,8 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
     for problem in order_problems(stack):
         text, _, remedy = problem.partition(": ")
         yield Finding(Severity.WARNING, "order", text, remedy)
+    if stack.hints.prefetch:
+        yield from _probe_prefetches(stack)
     if stack.warm_start is not None:
         yield _probe_warm_start(stack.warm_start, stack.primary.capacity)
     if stack.record_trace is not None:
@@ -108,6 +112,19 @@ def _probe_sizes(stack: StackConfig, block_bytes: int) -> Iterator[Finding]:
             )
         if capacity > size:
             largest, size = f"the tier {name}", capacity
+
+
+def _probe_prefetches(stack: StackConfig) -> Iterator[Finding]:
+    """Yield a warning about each tier that asks for longer prefixes than a prefetch looks at."""
+    for index, options in enumerate(stack.secondary):
+        if isinstance(options, BlockTierOptions) and options.min_prefix_blocks > BLOCKS_PER_LOOK:
+            yield Finding(
+                Severity.WARNING,
+                f"prefetches from {options.tier_name}",
+                f"a prefetch looks at {BLOCKS_PER_LOOK} blocks at a time, and min_prefix_blocks is "
+                f"{options.min_prefix_blocks}: hints bring nothing from this tier",
+                f"lower secondary[{index}].min_prefix_blocks to {BLOCKS_PER_LOOK}, or leave hints.prefetch out",
+            )
 
 
 def below_one_block(capacity: int, block_bytes: int) -> Finding:
