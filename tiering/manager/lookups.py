@@ -17,7 +17,10 @@ from tiering.manager.exclusive import COPIES_PER_BLOCK
 from tiering.manager.parts import ManagerParts
 
 LOOK_PAUSE = 5e-4
-"""Least time between two looks of :meth:`ManagerLookups.wait_until`, in seconds: each end of a store is news too."""
+"""Least time between two looks of a wait for answers, in seconds.
+
+Each end of a store is news too.
+"""
 
 
 class ManagerLookups(ManagerParts):
