@@ -130,6 +130,20 @@ def test_the_process_ends_with_the_manager(engine: Callable[..., SmallEngine]) -
     os.close(pidfd)
 
 
+def test_a_signal_to_all_processes_of_a_unit_leaves_the_engine_its_stores(engine: Callable[..., SmallEngine]) -> None:
+    """The engine ends the process once it has nothing left to store."""
+    one = engine()
+    host = host_of(one)
+    assert host._child is not None
+    host._child.send_signal(signal.SIGTERM)
+    host._child.send_signal(signal.SIGINT)
+    one.store(range(8))
+    assert one.stored()
+    one.forget_rows()
+    assert one.load(range(8)) == (list(range(8)), [])
+    assert host.restarts == 0
+
+
 def test_a_process_that_is_stopped_is_killed_at_the_end(
     engine: Callable[..., SmallEngine], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ STEADY_SECONDS = 60.0
 MOST_RESTARTS = 10
 """Number of ends in a row after which the process is not started again."""
 
+_STOP = signal.SIGUSR1
 _START = """
 import ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -70,7 +71,7 @@ def options_of(words: Mapping[str, Any]) -> TierOptions:
 
 
 def serve_engine(order: Mapping[str, Any]) -> int:
-    """Serve the tiers that ``order`` names, until the engine sends SIGTERM or ends."""
+    """Serve the tiers that ``order`` names, until the engine sends SIGUSR1 or ends."""
     logging.basicConfig(level=order["level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     guard_logs()
     service = MachineService(
@@ -80,8 +81,9 @@ def serve_engine(order: Mapping[str, Any]) -> int:
         shutdown_seconds=order["shutdown_seconds"],
         replica_of=lambda _: order["replica"],
     )
-    signal.signal(signal.SIGTERM, lambda *_: service.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the engine as well, which then ends this one
+    signal.signal(_STOP, lambda *_: service.stop())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # systemd and terminals end the engine as well, which has stores left
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     listener.bind(order["address"])
     listener.listen()
@@ -153,7 +155,7 @@ class IoProcess:
         if self._thread.ident is None:
             return True
         if (child := self._child) is not None:
-            child.terminate()
+            child.send_signal(_STOP)
         self._thread.join(self._shutdown_seconds)
         if self._thread.is_alive() and (child := self._child) is not None:
             _log.warning("io: process: some I/O did not end in time; the process is killed")
@@ -191,7 +193,7 @@ class IoProcess:
             return f"it cannot be started: {error}"
         self._child = child
         if self._stopping.is_set():
-            child.terminate()
+            child.send_signal(_STOP)
         if child.stdin is not None and child.stdout is not None:
             try:
                 with child.stdin as pipe:
