@@ -258,7 +258,7 @@ def thread(bench: Bench) -> None:
 
 
 def _beside_embedded(bench: Bench) -> None:
-    """Compare what a step costs the scheduler's thread, from the lookups to the results, with a tier in the process."""
+    """Compare the thread's time of a step, from lookups to results, with that of a tier in the process."""
     sizes, times = (16, 32, 256), 20 if bench.quick else 500
     found: dict[str, list[list[float]]] = {}
     for name, inside in (("tier in the process", True), ("one service", False)):

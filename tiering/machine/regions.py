@@ -340,7 +340,7 @@ class Regions:
             self._close(region, at_once=True)
 
     def _close(self, region: Region, *, at_once: bool = False) -> None:
-        """Free the rows, for which the kernel takes seconds if they are tens of GiB: in another thread if it may."""
+        """Free the rows, in another thread if it may: the kernel takes seconds for tens of GiB."""
         region.empty()
         self._regions.remove(region)
         if self._named.get(region.claim.name) is region:
