@@ -55,7 +55,7 @@ class Asked:
         return [line.split(":")[1].strip() for line in self.answer(self.ask(tokens, salt, params, lora))]
 
     def answer(self, name: str) -> list[str]:
-        """Return the lines of the command about a request, without its id, the remedies and the time that is known."""
+        """Return the lines of the command about a request, without its id, remedies and the known time."""
         done = kv_tiering("why", name, "--socket", self.socket)
         assert done.code == 0, done.err
         return [line for line in done.out.splitlines()[1:-1] if "    to do: " not in line]
