@@ -60,6 +60,12 @@ NO_REPORTS = """
 import tiering.engines.vllm.connector as connector
 connector.TransferResults = None
 """
+TWO_SIZES = """
+    import copy
+    other = copy.deepcopy(group)
+    object.__setattr__(other.kv_cache_spec, "block_size", 64)
+    kv_cache_config.kv_cache_groups.append(other)
+"""
 ROOM = {"num_gpu_blocks_override": 300}
 """Options with blocks for the 1500 tokens of a sound."""
 CANONICAL = {"layout": "canonical", "secondary": [{"type": "local", "path": "never-opened", "capacity": "64MiB"}]}
@@ -167,6 +173,17 @@ REFUSED = {
     ),
     "canonical rows of states": states("of the kind mamba, which has no KV heads; set layout: plain", words=CANONICAL),
     "states that an old vLLM keeps": states("use vLLM 0.32 or newer", before=STATES_STAY),
+    "one size of larger blocks for groups with blocks of several sizes": Refused(
+        "set blocks_per_chunk, the number of GPU blocks in an offloaded block of each group",
+        before=CHANGED.format(change=TWO_SIZES),
+        words={"block_size": 64},
+    ),
+    "block hashes that no other process has": Refused(
+        "are seeded at random in each process",
+        {"prefix_caching_hash_algo": "xxhash"},
+        words={"secondary": CANONICAL["secondary"]},
+        before='import os; os.environ.pop("PYTHONHASHSEED", None)',
+    ),
 }
 
 
@@ -179,8 +196,9 @@ SLOW = {
         "several groups in an old vLLM",
     ),
     *("states at all blocks", "states that are not whole", "states that an old vLLM keeps"),
+    "one size of larger blocks for groups with blocks of several sizes",
 }
-"""Refusals of a described engine that test_refusals.py has too, without an engine."""
+"""Refusals of a described engine that are tested without an engine too."""
 
 
 @pytest.mark.parametrize(
