@@ -278,6 +278,7 @@ def test_a_reset_with_keep_secondary_keeps_the_disk(llama: Path, tmp_path: Path)
     with engine(llama, tier(tmp_path, keep_secondary=True)) as started:
         content = content_for(started, 4)
         started.store(keys, content)
+        started.until(lambda: started.counters()["written_bytes"] >= content.nbytes)
         started.reset()
         ctx = started.begin("after")
         assert started.look_up(keys, ctx) == 4

@@ -39,7 +39,7 @@ from tiering.manager.prompts import CopyBlock
 LOOK_SECONDS = 0.2
 """Longest time in seconds between two looks of a waiting caller at the life of the thread."""
 
-LOAD_JOBS, LOAD_BYTES = 4, 8 << 20
+LOAD_JOBS, LOAD_BYTES = 4, 16 << 20
 """Number of jobs into which a load is divided, and bytes below which no job is divided."""
 
 LENT_SECONDS = 5.0
