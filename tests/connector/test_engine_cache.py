@@ -35,15 +35,17 @@ TARGET = 2
 
 
 class Bench:
-    """A connector beside an engine's pool of 16 blocks, in which steps compute at most 4 tokens."""
+    """A connector beside an engine's pool of 16 blocks or more, in which steps compute at most 4 tokens."""
 
-    def __init__(self, *, exclusive: bool = True, feeds_tiers: bool = False, rows: int = 100, **options: Any) -> None:
+    def __init__(
+        self, *, exclusive: bool = True, feeds_tiers: bool = False, rows: int = 100, blocks: int = 16, **options: Any
+    ) -> None:
         self.manager = FakeManager(rows)
         self.manager.exclusive, self.manager.feeds_tiers = exclusive, feeds_tiers
         events = {"self_describing_kv_events": True}
         spec = make_spec(manager=self.manager, max_batch_tokens=BLOCK, **events, **options)
         self.scheduler = OffloadingConnectorScheduler(spec, clock=lambda: 0.0, enable_kv_cache_events=True)
-        self.pool = MirroredPool(17)
+        self.pool = MirroredPool(blocks + 1)
         self.scheduler.bind_gpu_block_pool(self.pool)
         self.blocks: dict[str, list[PoolBlock]] = {}
         self.late: list[int] = []
@@ -125,6 +127,21 @@ def test_a_block_is_stored_when_it_nears_the_head_of_the_free_queue_and_not_befo
     assert [block.block_id for block in bench.pool.free] == ids, "the walk takes no block"
     assert not bench.manager.offered
     assert bench.notes == set(request.keys()[:2]), "the head of the prompt is used up last"
+
+
+def test_the_blocks_of_small_steps_are_stored_together_and_two_steps_before_they_are_used_up() -> None:
+    bench, request = Bench(blocks=32), prompt(8)
+    bench.run(request)
+    bench.end(request)
+    bench.use_up(24)  # the eight blocks of the request are all that is left
+    stored, ids = [], [block.block_id for block in bench.pool.free]
+    for used in range(8):
+        bench.steps(2)
+        assert set(ids[used : used + TARGET]) <= set(bench.late)
+        stored.append(len(bench.late))
+        bench.use_up(1)
+    assert stored == [4, 4, 6, 6, 8, 8, 8, 8]
+    assert bench.count("exclusive_losses") == 0
 
 
 def test_blocks_of_a_session_that_is_over_are_not_stored_late_until_they_are_used_again() -> None:

@@ -70,6 +70,11 @@ class EngineCache(FreeQueueWalk):
 
         A copy begins with the next step and takes about one, so that blocks of the step after that must be copied now.
         """
+        self._enough = min(self.target, two_steps + two_steps // 2)
+        """Number of passed blocks from which the walk rests: a step leaves two steps' need of them.
+
+        The blocks of many small steps thus become one store.
+        """
         self._pool = pool
         self._groups = groups
         self._manager = manager
@@ -244,7 +249,7 @@ class EngineCache(FreeQueueWalk):
         if before is None or before.ref_cnt > 0:
             self.cursor = before = None
             self._passed.clear()
-        elif len(self._passed) >= self.target:
+        elif len(self._passed) >= self._enough:
             return None
         leaving: dict[OffloadKey, tuple[int, ...]] = {}
         gone: dict[OffloadKey, tuple[int, ...]] = {}
