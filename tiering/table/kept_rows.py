@@ -42,7 +42,7 @@ AHEAD = 256
 """Quotient of all rows and those that a search past kept rows evicts ahead of need at most."""
 
 MOST_IDLE = 2.0
-"""Quotient of the longest time until an own row is used and of the mean time between two uses of a row.
+"""Quotient of the longest time of own rows and of the mean time between two uses of a row.
 
 An average row is used more often than those that would be evicted next, for which the kept ones take the room.
 """
@@ -95,7 +95,10 @@ class KeptRows:
         self._owner: NDArray[np.int64] = row_array(num_rows, np.int64)
         """Number of the tenant of each kept row."""
         self.returns: NDArray[np.float64] = row_array(num_rows, np.float64)
-        """Time at which the only session of each row is expected; negative once a request used the row, else 0."""
+        """Time at which the only session of each row is expected; 0: none.
+
+        It is negative once a request has used the row.
+        """
         self._ids: dict[bytes, int] = {}
         self._tenants: dict[int, _Tenant] = {}
         """The tenants that have rows, by their numbers."""
@@ -218,9 +221,9 @@ class KeptRows:
         heapq.heapify(self._own)
 
     def take_late(self, limit: float, count: int) -> Rows:
-        """Return up to ``count`` own rows, which are such no more; their session returns at ``limit`` or later.
+        """Return up to ``count`` own rows, whose sessions return at ``limit`` or later.
 
-        The farthest return comes first, and of each session the tail.
+        The farthest return comes first, and of each session the tail. They are own rows no more.
         """
         found, missing = [NO_ROWS], count
         while missing > 0 and self._own and -self._own[0][0] >= limit:
@@ -322,7 +325,7 @@ class Keeping:
         return count
 
     def take_late(self, count: int, refs: RefCounts) -> Rows:
-        """Return up to ``count`` rows to evict before others, because their session returns later than those are used.
+        """Return up to ``count`` rows to evict first, because their sessions return late.
 
         Args:
             count: number of rows that are needed.
