@@ -17,7 +17,6 @@ copies and tiers to their end. "Other threads" are the engine's own arithmetic a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -32,6 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.call_clock import CallClock
+from benchmarks.engine_processes import in_a_process, processes_of, receive, rotated
 from benchmarks.harness import Bench, Cell
 from benchmarks.vllm_engine import BLOCK, BLOCK_BYTES, generate, progress, prompt, running, settle, write_model
 from tests.servers import rclone_server
@@ -46,7 +46,6 @@ GPU_BLOCKS = 104
 CAPACITY = 104 * (BLOCK_BYTES + 4096)
 LIMITS = {"cpu": 1.03, "cpu + local": 1.03, "cpu + s3": 1.06}
 WITHOUT = "no connector"
-ANSWER_TIMEOUT = 600.0
 
 
 Serving = Callable[[Connection, Path, dict[str, Any] | None, dict[str, str]], None]
@@ -93,15 +92,6 @@ def rounds_of_a_start(bench: Bench, model: Path, start: int) -> list[dict[str, C
     return rounds[1:]
 
 
-def in_a_process(work: Callable[..., object], *arguments: object) -> None:
-    """Run ``work`` in a child, so that this process stays small beside the engines."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{work.__name__} ended with code {process.exitcode}")
-
-
 @contextmanager
 def started(
     model: Path,
@@ -137,59 +127,6 @@ def started(
         transfers |= others or {}
         processes = {name: (model, transfer, server.environment()) for name, transfer in transfers.items()}
         yield opened.enter_context(processes_of(serving or serve, processes, first))
-
-
-@contextmanager
-def processes_of(
-    serving: Callable[..., None], processes: Mapping[str, tuple[Any, ...]], first: int = 0
-) -> Iterator[dict[str, Connection]]:
-    """Start a process per engine, and return the pipe to each when all are ready.
-
-    Args:
-        serving: the function that is run in each process, with the pipe as its first argument.
-        processes: its further arguments, by engine.
-        first: number of the engine to start first.
-    """
-    context = multiprocessing.get_context("spawn")
-    engines: dict[str, Connection] = {}
-    with ExitStack() as opened:
-        for name in rotated(list(processes), first):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serving, args=(theirs, *processes[name]), name=name)
-            process.start()
-            theirs.close()
-            opened.callback(end, process, ours)
-            engines[name] = ours
-        for pipe in engines.values():
-            receive(pipe)
-        yield engines
-
-
-def rotated(names: list[str], by: int) -> list[str]:
-    """Return ``names`` in the same cyclic order, with another beginning."""
-    at = by % len(names)
-    return names[at:] + names[:at]
-
-
-def end(process: Any, pipe: Connection) -> None:
-    """Ask the engine to end, and wait for its end."""
-    pipe.close()
-    process.join(60)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def receive(pipe: Connection) -> Any:
-    """Return the engine's answer.
-
-    Raises:
-        RuntimeError: the answer took too long.
-        EOFError: the engine has ended.
-    """
-    if not pipe.poll(ANSWER_TIMEOUT):
-        raise RuntimeError(f"an engine did not answer within {ANSWER_TIMEOUT:g} s")
-    return pipe.recv()
 
 
 def serve(pipe: Connection, model: Path, transfer: dict[str, Any] | None, environment: dict[str, str]) -> None:

@@ -34,8 +34,8 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.engine_processes import in_a_process, processes_of, receive
 from benchmarks.harness import Bench, Cell, Spread, show, spread
-from benchmarks.vllm_cpu import in_a_process, processes_of, receive
 from benchmarks.vllm_engine import progress, write_model
 from benchmarks.vllm_overhead_engine import VOCABULARY, Answered, Load, Setting, serve
 from benchmarks.vllm_own import compile_copy, compiler

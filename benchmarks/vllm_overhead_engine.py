@@ -49,6 +49,7 @@ class Setting:
         environment: further environment of the process.
         copies: library that lets vLLM's own connectors run; None: not needed.
         tree: another checkout of the project to take the code from; None: this one.
+        options: options of vLLM that differ from :data:`SETTINGS`.
     """
 
     model: Path
@@ -56,6 +57,7 @@ class Setting:
     environment: dict[str, str]
     copies: Path | None = None
     tree: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def serve(pipe: Connection, setting: Setting) -> None:
         from benchmarks.vllm_own import install
 
         copies = install(setting.copies)
-    engine = _Engine(LLM(str(setting.model), kv_transfer_config=setting.transfer, **SETTINGS), copies)
+    engine = _Engine(LLM(str(setting.model), kv_transfer_config=setting.transfer, **SETTINGS | setting.options), copies)
     pipe.send("ready")
     try:
         while True:

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.call_clock import CallClock
+from benchmarks.engine_processes import in_a_process, receive, rotated
 from benchmarks.harness import Bench, Cell
-from benchmarks.vllm_cpu import WITHOUT, in_a_process, receive, rotated, started
+from benchmarks.vllm_cpu import WITHOUT, started
 from benchmarks.vllm_engine import STEP_PAUSE, progress, settle
 from tests.vllm.models import VOCABULARY, write_llama
 from tests.vllm.rig import Engine, engine

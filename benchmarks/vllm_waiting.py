@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.engine_processes import in_a_process, processes_of, receive, rotated
 from benchmarks.harness import Bench, Cell
 from benchmarks.slow_s3 import BUCKET, SlowS3, slow_s3
-from benchmarks.vllm_cpu import in_a_process, processes_of, receive, rotated
 from benchmarks.vllm_engine import BLOCK, STEP_PAUSE, ask, progress, prompt, running, settle
 from benchmarks.vllm_warm_start import BLOCK_BYTES, DELAY, write_small
 from tests.vllm.rig import Answer, Engine, transfer_config

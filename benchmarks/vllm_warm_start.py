@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.engine_processes import in_a_process, processes_of, receive
 from benchmarks.harness import Bench, Cell
 from benchmarks.slow_s3 import BUCKET, SlowS3, slow_s3
-from benchmarks.vllm_cpu import in_a_process, processes_of, receive
 from benchmarks.vllm_engine import BLOCK, ask, progress, prompt, running, settle, write_model
 from tests.vllm.rig import Engine, transfer_config
 from tiering.manager.warm_start import PUBLISH_SECONDS

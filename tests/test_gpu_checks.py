@@ -13,10 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import copies, engines, servers
+from benchmarks.gpu import connectors, copies, engines, servers
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import Check, NotHereError, Outcome, exit_code, require, run_checks, summary
 from benchmarks.gpu.machine import Machine, dry_machine
+from benchmarks.vllm_overhead_engine import Answered, Load
 from tests.copy.fake_cuda import FakeCuda
 from tests.vllm.rig import Answer
 from tiering.copy.cuda import CudaCopyHandler
@@ -198,3 +199,48 @@ def test_a_server_that_starts_beside_a_kill_does_not_fail_the_check(monkeypatch:
         assert "no shared memory" in servers.kills(dry_machine())
     finally:
         beside.unlink()
+
+
+class Served:
+    """The pipe to an engine that serves ``missing`` tokens less from its tiers than a prompt has."""
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+        self.seen: set[tuple[int, ...]] = set()
+        self.answer: Answered | bool = True
+
+    def send(self, order: Load | str) -> None:
+        self.answer = True
+        if isinstance(order, Load):
+            cached = order.length - self.missing if order.seeds in self.seen else 0
+            self.seen.add(order.seeds)
+            count = len(order.seeds)
+            self.answer = Answered(0.1, 0.2, 0.0, 0.0, 0.0, 0.5, 1, 1, [0.02] * count, [cached] * count, [[1]] * count)
+
+    def poll(self, timeout: float) -> bool:
+        return True
+
+    def recv(self) -> Answered | bool:
+        return self.answer
+
+
+def test_our_connector_is_judged_by_the_tokens_that_come_back() -> None:
+    pipes = {name: Served(connectors.BLOCK) for name in (connectors.NONE, connectors.OFFLOADING, connectors.LOCAL)}
+    answered = connectors.one_round(1, pipes)  # type: ignore[arg-type]
+    assert "small, tier" not in answered[connectors.NONE]
+    assert {"long, tier", "long, disk"} <= answered[connectors.LOCAL].keys()
+    title, *lines = connectors.table([answered], layers=32)
+    assert "32 layers" in title
+    assert [line.split(" | ")[0].strip() for line in lines] == sorted(pipes)
+    assert lines[1].split(" | ")[8] == f"{16384 * 4096 * 32 / 20e6:.1f}"
+    with pytest.raises(AssertionError, match="small: "):
+        connectors.turn(connectors.CPU, Served(connectors.BLOCK + 1), 0)  # type: ignore[arg-type]
+    connectors.turn(connectors.OFFLOADING, Served(connectors.BLOCK + 1), 0)  # type: ignore[arg-type]
+
+
+def test_fewer_layers_are_taken_where_the_gpu_is_small() -> None:
+    with pytest.raises(NotHereError):
+        connectors.layers_for(dry_machine(), 6)
+    assert connectors.layers_that_fit(138 << 30, 6) == 32
+    assert connectors.layers_that_fit(78 << 30, 6) == 17
+    assert connectors.layers_that_fit(8 << 30, 6) == 2

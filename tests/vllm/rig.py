@@ -40,6 +40,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
+    "TRITON_F32_DEFAULT": "ieee",  # on a GPU: products of float32 in attention, which are of TF32 otherwise
 }
 
 
@@ -274,6 +275,13 @@ def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[st
     }
 
 
+def _memory_on_gpu() -> dict[str, Any]:
+    """Return settings with which several engines share one GPU; none on another platform."""
+    import torch
+
+    return {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20} if torch.cuda.is_available() else {}
+
+
 @contextmanager
 def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
     """An engine for ``model``.
@@ -286,6 +294,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     settings = {
+        **_memory_on_gpu(),
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "dtype": "float32",

@@ -185,8 +185,9 @@ def test_an_engine_inside_this_process_waits_for_a_load_instead_of_spinning(
     steps = len(tiered.scheduled)
     with tiered.loads_through(EndsWhenLookedAt):
         assert wrong(tiered.ask(WHOLE), expected["whole"]) == []
-    assert tiered.scheduled[steps : steps + 2][0] == 0
-    assert tiered.scheduled[steps : steps + 2][1] > 0
+    assert tiered.scheduled[steps] == 0
+    # With asynchronous scheduling, as on GPUs, a second step is ordered before the first one has waited.
+    assert any(tiered.scheduled[steps + 1 : steps + 3])
 
 
 def test_requests_aborted_while_they_load(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
