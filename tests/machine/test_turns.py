@@ -147,6 +147,45 @@ def test_a_read_that_others_wait_for_goes_on_without_the_engine_that_leaves(setu
     assert setup.hosted.idle
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "overdue"])
+def test_a_block_whose_earlier_reader_gives_up_is_read_once(setup: Setup, leaves: bool) -> None:
+    """A row must not be read into after its job was reported: it holds another block by then."""
+    flooding, other, _ = setup.engines
+    setup.flood(flooding)
+    setup.load(other, 7, [PART * FLOOD - 1], seconds=1.0)
+    if leaves:
+        setup.hosted.leave(other)
+        other.leaving = True
+    else:
+        setup.clock.advance(2.0)
+        setup.hosted.step()
+    while setup.tier.loads:
+        reading = [row for load in setup.tier.loads for row in load.block_ids.tolist()]
+        assert len({*reading}) == len(reading)
+        assert not {row // PART for row in reading} & flooding.results().keys()
+        setup.finish_oldest()
+    assert set(flooding.results().values()) == {b"\1" * PART}
+    assert flooding.jobs == 0
+
+
+def test_a_read_that_has_begun_goes_on_although_a_later_part_of_its_job_is_overdue(setup: Setup) -> None:
+    """The part was queued for a block whose earlier reader gave up, and its row is being read into."""
+    flooding, other, _ = setup.engines
+    for number in range(4):
+        setup.load(flooding, number, range(PART * number, PART * (number + 1)), seconds=5.0)
+    setup.load(other, 7, [4 * PART - 1], seconds=1.0)
+    setup.hosted.leave(other)
+    other.leaving = True
+    setup.finish_oldest()
+    setup.finish_oldest()
+    assert [load.block_ids.tolist()[0] for load in setup.tier.loads] == [2 * PART, 3 * PART]
+    setup.clock.advance(6.0)
+    setup.hosted.step()
+    assert flooding.results().keys() == {0, 1}
+    setup.drain()
+    assert flooding.results()[3] == b"\1" * PART
+
+
 def test_a_load_that_waits_beyond_its_deadline_ends(setup: Setup) -> None:
     flooding, other, _ = setup.engines
     setup.flood(flooding)

@@ -88,6 +88,14 @@ class SharedRead:
         """Return True if ``job`` reads the block, at this position."""
         return self.job is job and self.position == position
 
+    def waits(self, job: EngineJob, position: int) -> bool:
+        """Return True if ``job`` is to read the block, at this position, and the tier does not have the read yet.
+
+        Two parts of a job may have the same block: one that was queued before another engine's turn came earlier, and
+        one that was queued after that engine gave up.
+        """
+        return not self.begun and self.is_of(job, position)
+
 
 class Copies(NamedTuple):
     """A block that was read, and the rows that get a copy."""

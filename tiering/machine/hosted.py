@@ -216,8 +216,8 @@ class HostedTier:
         for job, positions in parts:
             for position in positions:
                 read = self._reading.get(job.keys[position])
-                if read is None or not read.is_of(job, position):
-                    continue  # another engine reads it
+                if read is None or not read.waits(job, position):
+                    continue  # another engine reads it, or the tier has the read of another part
                 del self._reading[job.keys[position]]
                 self._end([(job, position, False)])
                 for other, at in read.followers:
@@ -293,7 +293,7 @@ class HostedTier:
             mine = []
             for position in positions:
                 read = self._reading.get(job.keys[position])
-                if read is not None and read.is_of(job, position):
+                if read is not None and read.waits(job, position):
                     read.begun = True
                     mine.append(position)
             if mine:
