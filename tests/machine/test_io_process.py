@@ -104,7 +104,39 @@ def test_a_process_that_always_ends_is_not_started_for_ever(
     assert not host._thread.is_alive()
     assert host.restarts == 3
     assert "has ended with code 1, 4 times in a row" in caplog.text
-    assert host.leave()
+    assert host.leave(5.0)
+
+
+def test_a_child_that_the_engine_forks_meanwhile_does_not_hold_up_the_process(
+    engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has the other end of the process's standard input until it ends."""
+    dumps, held = json.dumps, os.pipe()
+
+    def forks(words: Any, **options: Any) -> str:
+        if "parent" in words and not os.fork():
+            os.close(held[1])
+            os.read(held[0], 1)
+            os._exit(0)
+        return dumps(words, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", forks)
+        one = engine(open_deadline="10s")
+    try:
+        assert one.manager.secondary_tiers[0].serving  # type: ignore[attr-defined]
+    finally:
+        os.close(held[1])
+        os.wait()
+        os.close(held[0])
+
+
+def test_files_of_the_working_directory_are_not_those_of_python(
+    engine: Callable[..., SmallEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    assert engine(open_deadline="10s").manager.secondary_tiers[0].serving  # type: ignore[attr-defined]
 
 
 def test_without_a_process_an_engine_runs_and_a_required_tier_refuses(
@@ -157,6 +189,27 @@ def test_a_process_that_is_stopped_is_killed_at_the_end(
     assert host._child.returncode == -signal.SIGKILL
     assert "the process is killed" in caplog.text
     assert "a tier did not stop" not in caplog.text
+
+
+def test_the_process_gets_what_is_left_of_the_time_of_a_shutdown(
+    engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait for jobs has used it up: a second one would delay the engine's end beyond the deadline."""
+    given: list[float] = []
+    close = IoProcess.close
+
+    def noted(host: IoProcess, *seconds: float) -> bool:
+        given.extend(seconds)
+        return close(host, *seconds)
+
+    monkeypatch.setattr(IoProcess, "close", noted)
+    one = engine(shutdown_deadline="1s")
+    host = host_of(one)
+    assert host._child is not None
+    host._child.send_signal(signal.SIGSTOP)
+    one.store(range(8))
+    one.close()
+    assert [seconds < 0.5 for seconds in given] == [True]
 
 
 def test_the_kernel_ends_it_with_an_engine_that_was_killed(tmp_path: Path) -> None:

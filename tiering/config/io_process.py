@@ -24,6 +24,7 @@ from typing import Any
 
 from tiering.api.masking import guard_logs
 from tiering.config.registry import tier_definition
+from tiering.machine.link import PROOF_SECONDS
 from tiering.machine.namespaces import TierBuilder
 from tiering.machine.options import MACHINE_TYPE, MachineTierOptions
 from tiering.machine.service import MachineService
@@ -46,7 +47,7 @@ _STOP = signal.SIGUSR1
 _START = """
 import ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-order = json.load(sys.stdin)
+order = json.loads(sys.stdin.readline())
 if os.getppid() != order["parent"]: os._exit(1)
 sys.path[:] = order["path"]
 from tiering.config.io_process import serve_engine
@@ -144,23 +145,27 @@ class IoProcess:
         )
         return MachineTier(context, words, self)
 
-    def leave(self) -> bool:
-        """End the process with the last tier, and return True if it is dead."""
+    def leave(self, seconds: float) -> bool:
+        """End the process with the last tier, by force after ``seconds``, and return True if it is dead."""
         self._users -= 1
-        return self._users <= 0 and self.close()
+        return self._users <= 0 and self.close(seconds)
 
-    def close(self) -> bool:
-        """End the process, by force if it takes too long, and return True if it is dead."""
+    def close(self, seconds: float | None = None) -> bool:
+        """End the process, by force if it takes too long, and return True if it is dead.
+
+        Args:
+            seconds: longest time until then; default: that of a shutdown.
+        """
         self._stopping.set()
         if self._thread.ident is None:
             return True
         if (child := self._child) is not None:
             child.send_signal(_STOP)
-        self._thread.join(self._shutdown_seconds)
+        self._thread.join(self._shutdown_seconds if seconds is None else max(PROOF_SECONDS, seconds))
         if self._thread.is_alive() and (child := self._child) is not None:
             _log.warning("io: process: some I/O did not end in time; the process is killed")
             child.kill()
-            self._thread.join(1.0)
+            self._thread.join(PROOF_SECONDS)
         return not self._thread.is_alive()
 
     # ------------------------------------------------------------------------------------------------------- the thread
@@ -188,7 +193,9 @@ class IoProcess:
     def _serve(self) -> str:
         """Start the process, and return the reason of its end."""
         try:
-            child = subprocess.Popen([sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            # -P: a json.py in the engine's working directory is not Python's.
+            command = [sys.executable, "-P", "-c", _START]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except (OSError, ValueError, TypeError, MemoryError) as error:
             return f"it cannot be started: {error}"
         self._child = child
@@ -196,8 +203,8 @@ class IoProcess:
             child.send_signal(_STOP)
         if child.stdin is not None and child.stdout is not None:
             try:
-                with child.stdin as pipe:
-                    pipe.write(json.dumps({**self._order, "parent": os.getpid(), "path": sys.path}).encode())
+                with child.stdin as pipe:  # one line: a child that the engine forks meanwhile keeps the pipe open
+                    pipe.write(json.dumps({**self._order, "parent": os.getpid(), "path": sys.path}).encode() + b"\n")
             except OSError as error:
                 _log.debug("io: process: it has not read its order: %s", error)
             with child.stdout as pipe:

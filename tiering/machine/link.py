@@ -47,8 +47,8 @@ class TierHost(Protocol):
     restarts: int
     """Number of its starts after the first."""
 
-    def leave(self) -> bool:
-        """End the process with the last tier, and return True if it is dead."""
+    def leave(self, seconds: float) -> bool:
+        """End the process with the last tier, by force after ``seconds``, and return True if it is dead."""
 
 
 class Happening(Enum):

@@ -475,7 +475,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
             self._link.stop()
         self._wait(self._is_idle, deadline)
         host, self._host = self._host, None
-        if host is not None and host.leave() and self._jobs:
+        if host is not None and host.leave(deadline - self._clock()) and self._jobs:
             self._wait(self._is_idle, self._clock() + PROOF_SECONDS)
         return not self._jobs
 
