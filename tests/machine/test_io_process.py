@@ -176,11 +176,14 @@ def test_a_signal_to_all_processes_of_a_unit_leaves_the_engine_its_stores(engine
     assert host.restarts == 0
 
 
+@pytest.mark.parametrize("more", [[], [{"type": "memory", "name": "second", "capacity": "1MiB"}]])
 def test_a_process_that_is_stopped_is_killed_at_the_end(
-    engine: Callable[..., SmallEngine], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, more: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its death releases the rows of the jobs that it has not ended."""
-    one = engine(shutdown_deadline="1s")
+    """Its death releases the rows of the jobs that it has not ended, also those of a tier before the last."""
+    words = stack_of(tmp_path, shutdown_deadline="1s")
+    words["secondary"] += more
+    one = SmallEngine(None, **words)
     host = host_of(one)
     assert host._child is not None
     host._child.send_signal(signal.SIGSTOP)

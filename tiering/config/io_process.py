@@ -146,9 +146,9 @@ class IoProcess:
         return MachineTier(context, words, self)
 
     def leave(self, seconds: float) -> bool:
-        """End the process with the last tier, by force after ``seconds``, and return True if it is dead."""
+        """End the process with the last tier, or if no time is left, and return True if it is dead."""
         self._users -= 1
-        return self._users <= 0 and self.close(seconds)
+        return (self._users <= 0 or seconds <= 0) and self.close(seconds)
 
     def close(self, seconds: float | None = None) -> bool:
         """End the process, by force if it takes too long, and return True if it is dead.

@@ -48,7 +48,11 @@ class TierHost(Protocol):
     """Number of its starts after the first."""
 
     def leave(self, seconds: float) -> bool:
-        """End the process with the last tier, by force after ``seconds``, and return True if it is dead."""
+        """End the process with the last tier, or if no time is left, and return True if it is dead.
+
+        Args:
+            seconds: time that is left for it, after which it is killed.
+        """
 
 
 class Happening(Enum):
