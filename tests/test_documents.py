@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+import tiering
+import tiering.tier
 from examples import vllm_offline
 from scripts import metric_tables, option_tables, site
 from tests.cli.runner import kv_tiering
@@ -204,6 +206,9 @@ def test_the_programs_of_the_documents_pass_the_type_checker_as_a_users_would(tm
         programs.append(tmp_path / f"program_{number}.py")
         programs[-1].write_text(code)
     assert programs
+    names = ", ".join(name for name in (*vars(tiering)["__all__"], *vars(tiering.tier)) if not name.startswith("_"))
+    programs.append(tmp_path / "all_names.py")
+    programs[-1].write_text(f"from tiering import *\nfrom tiering.tier import *\n\nprint({names})\n")
     command = [
         sys.executable,
         "-m",

@@ -3,6 +3,7 @@
 Names that are not imported here under their own name are private.
 """
 
+import typing as _typing
 from types import ModuleType as _ModuleType
 
 from tiering.api.engine import CanonicalKVCacheRef as CanonicalKVCacheRef
@@ -78,4 +79,5 @@ from tiering.table.policies.policy import EvictionPolicy as EvictionPolicy
 
 __version__ = "0.1.0"
 
-__all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]
+if not _typing.TYPE_CHECKING:  # mypy would take the computed list for an empty one; it exports the names by their "as"
+    __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _ModuleType)]
