@@ -276,7 +276,7 @@ def check_that_only_equals_share(tier: dict[str, Any], others: Sequence[dict[str
             assert backend.batch_exists(keys) == 0, found
     before = wipe(pool)
     with running(pool, secondary=[tier]) as backend:
-        assert backend.batch_exists(keys) == 4
+        assert until(lambda: all_found(backend, keys))  # a busy disk is recovered in the background after 2 s
         assert all(backend.batch_get_v1(keys, pool.indices(*range(4))))
     assert torch.equal(pool.kv_buffer[:, :16], before[:, :16])
 
