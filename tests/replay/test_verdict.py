@@ -13,7 +13,7 @@ import pytest
 from tests.replay.traces import write_mooncake
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
-from tiering.replay.report import advice, table
+from tiering.replay.report import advice, label, table
 from tiering.replay.study import Study, run_study
 from tiering.replay.sweep import parse_axis, points
 
@@ -116,6 +116,12 @@ def test_a_bucket_is_paid_for_what_one_ttl_writes_and_not_for_what_the_trace_lea
     bucket = study.results[0].tiers[-1]
     assert bucket.bytes_paid == pytest.approx(bucket.bytes_written / study.results[0].trace_seconds * TTL_DAYS * 86400)
     assert bucket.dollars_per_month > bucket.bytes_paid / GIB * 0.023 > 100 * bucket.bytes_written / GIB * 0.023
+
+
+def test_the_causes_name_the_stack_whose_tokens_they_explain(study: Study) -> None:
+    results = [replace(result, causes={"new": result.computed_tokens}) for result in study.results]
+    (line,) = (line for line in advice(replace(study, results=results)) if "new 100.0%" in line)
+    assert line == f"Of the {study.best.computed_tokens:,} prompt tokens that {label(study.best)} computes: new 100.0%."
 
 
 def test_a_tier_that_costs_more_than_its_hits_save_is_told_beside_the_stack_without_it(study: Study) -> None:

@@ -15,7 +15,6 @@ from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, mask_text, safe_cause
 from tiering.api.namespace import ModelIdentity, Namespace, PendingNamespace
 from tiering.api.units import format_bytes
-from tiering.config.io_process import IoProcess
 from tiering.config.problems import Problem, refuse
 from tiering.config.registry import tier_definition
 from tiering.config.stack_file import StackConfig
@@ -106,6 +105,8 @@ def open_manager(
         tiers: list[SecondaryTierManager] = []
         host = None
         if stack.io == "process":
+            from tiering.config.io_process import IoProcess  # brings the service of a machine along
+
             host = IoProcess(stack.secondary, replica, stack.shutdown_deadline)
             undo.callback(host.close)
             host.start(stack.open_deadline)

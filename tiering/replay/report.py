@@ -73,7 +73,7 @@ def _causes(best: ReplayResult) -> list[str]:
     if not best.causes:
         return []
     causes = ", ".join(f"{cause} {percent(tokens / best.computed_tokens)}" for cause, tokens in best.causes.items())
-    return [f"Of {best.computed_tokens:,} computed tokens: {causes}."]
+    return [f"Of the {best.computed_tokens:,} prompt tokens that {label(best)} computes: {causes}."]
 
 
 def _verdict(study: Study, best: ReplayResult) -> str:
