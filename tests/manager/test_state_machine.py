@@ -136,7 +136,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def finish_with_hints(self, choice: int, keys: list[bytes], wait: float, success: bool) -> None:
         """A request ends and keeps blocks for a time, or releases them (time 0)."""
         ctx = self.requests.pop(self._request(choice).req_id)
-        kept = [KeptBlocks(keys, wait, 0.25, success)] if wait else []
+        kept = [KeptBlocks(keys, wait, 0.25, success, is_own=not success and choice % 2 == 1)] if wait else []
         self.manager.on_request_finished(ctx, () if wait else keys, kept)
 
     @precondition(lambda self: self.requests)

@@ -135,6 +135,22 @@ def test_own_blocks_that_a_request_uses_or_reads_are_no_late_ones() -> None:
     assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[9], KEYS[8]]
 
 
+def test_own_blocks_that_yield_twice_at_once_are_evicted_once() -> None:
+    table, clock = busy(idle=True)
+    assert expect(table, clock, *KEYS[8:10], after=900.0, share=0.25) == 2
+    assert expect(table, clock, *KEYS[10:12], *KEYS[8:10], after=90.0, share=0.25) == 2
+    assert evicted(table, *KEYS[20:28]) == [KEYS[9], KEYS[8], *KEYS[12:16], *KEYS[10:12]]
+
+
+def test_own_blocks_that_became_first_victims_are_evicted_once() -> None:
+    table, clock = busy(idle=True)
+    table.marks.begin_first_victims(lambda keys: [True] * len(keys))
+    expect(table, clock, KEYS[9], after=100.0, share=0.125)
+    expect(table, clock, KEYS[10], after=5.0, share=0.125)
+    mark(table, KEYS[9])
+    assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[9], KEYS[8]]
+
+
 def test_expectations_that_replace_each_other_leave_a_bounded_heap() -> None:
     clock = FakeClock()
     kept = KeptRows(8, clock)

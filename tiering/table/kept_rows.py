@@ -137,7 +137,8 @@ class KeptRows:
         else:
             rows = rows[is_anew]
             self.returns[rows] = 0.0
-        self._note_yielded(rows[most:])
+        beyond = rows[most:]
+        self._note_yielded(beyond[self._until[beyond] == 0.0])  # those that are kept yield below, at most once
         rows = rows[:most]
         if not len(rows):
             return 0

@@ -144,8 +144,9 @@ class RowMarks:
         chosen: list[Rows] = []
         for marked in (self.released, self.first_victims):
             if marked is not None and count and len(first := marked.take(count)):
-                if self.first_victims is not None:
-                    self.first_victims.discard(first)  # a row may have both marks
+                for other in (self.first_victims, self.keeping):  # a row may have several marks
+                    if other is not None:
+                        other.discard(first)
                 self._policy.remove(first)
                 chosen.append(first)
                 count -= len(first)
