@@ -151,6 +151,15 @@ def test_own_blocks_that_became_first_victims_are_evicted_once() -> None:
     assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[9], KEYS[8]]
 
 
+def test_expectations_of_blocks_that_are_kept_for_longer_leave_nothing_behind() -> None:
+    clock = FakeClock()
+    kept = KeptRows(8, clock)
+    kept.keep(rows(0), 1000.0, 4)
+    for _ in range(100):
+        assert kept.keep(rows(0), 10.0, 4, is_own=True) == 0
+    assert not kept._own
+
+
 def test_expectations_that_replace_each_other_leave_a_bounded_heap() -> None:
     clock = FakeClock()
     kept = KeptRows(8, clock)

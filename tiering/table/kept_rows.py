@@ -133,7 +133,8 @@ class KeptRows:
             # A new expectation replaces an old one of the session, but no action that keeps its blocks for longer.
             rows = rows[is_anew | (self.returns[rows] != 0.0)]
             self.returns[rows] = back = now + seconds / EXPECT_FACTOR
-            heapq.heappush(self._own, (-back, -next(self._order), rows))
+            if len(rows):
+                heapq.heappush(self._own, (-back, -next(self._order), rows))
         else:
             rows = rows[is_anew]
             self.returns[rows] = 0.0
