@@ -160,6 +160,18 @@ def test_expectations_of_blocks_that_are_kept_for_longer_leave_nothing_behind() 
     assert not kept._own
 
 
+def test_an_eviction_passes_over_few_expectations_that_were_met() -> None:
+    clock = FakeClock()
+    kept = KeptRows(2000, clock)
+    for row in range(1000):
+        kept.keep(rows(row), 3000.0 - row, 1000, is_own=True)
+    kept.returns[1:990] *= -1.0
+    assert kept.take_late(1.0, 2).tolist() == [0]
+    assert 900 < len(kept._own) < 999
+    looks = [kept.take_late(1.0, 2).tolist() for _ in range(20)]
+    assert [row for found in looks for row in found] == [*range(990, 1000)]
+
+
 def test_expectations_that_replace_each_other_leave_a_bounded_heap() -> None:
     clock = FakeClock()
     kept = KeptRows(8, clock)

@@ -225,10 +225,12 @@ class KeptRows:
     def take_late(self, limit: float, count: int) -> Rows:
         """Return up to ``count`` own rows, whose sessions return at ``limit`` or later.
 
-        The farthest return comes first, and of each session the tail. They are own rows no more.
+        The farthest return comes first, and of each session the tail. They are own rows no more. The look ends after
+        many expectations that were met or replaced, because the scheduler's thread waits; the next one goes on there.
         """
-        found, missing = [NO_ROWS], count
-        while missing > 0 and self._own and -self._own[0][0] >= limit:
+        found, missing, looks = [NO_ROWS], count, count + _FEW
+        while missing > 0 and looks and self._own and -self._own[0][0] >= limit:
+            looks -= 1
             back, number, rows = heapq.heappop(self._own)
             rows = rows[self.returns[rows] == -back]
             if left := max(0, len(rows) - missing):
