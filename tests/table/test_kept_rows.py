@@ -205,6 +205,22 @@ def test_own_blocks_that_yield_are_ordinary_ones_if_their_session_returns_before
     assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[8], KEYS[9]]
 
 
+def test_a_row_that_yields_twice_in_one_call_is_one_victim() -> None:
+    table, clock = busy()
+    assert expect(table, clock, KEYS[10], KEYS[11], after=1000.0, share=0.25) == 2
+    assert expect(table, clock, *KEYS[8:12], after=500.0, share=0.25) == 2
+    assert evicted(table, KEYS[20], KEYS[21], KEYS[22]) == [KEYS[11], KEYS[10], KEYS[9]]
+
+
+def test_an_own_row_that_yields_and_becomes_a_first_victim_is_one_victim() -> None:
+    table, clock = busy()
+    table.marks.begin_first_victims(lambda keys: [True] * len(keys))
+    expect(table, clock, KEYS[9], after=100.0, share=0.125)
+    expect(table, clock, KEYS[10], after=5.0, share=0.125)
+    mark(table, KEYS[9])
+    assert evicted(table, KEYS[20], KEYS[21]) == [KEYS[9], KEYS[8]]
+
+
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_tenant_that_keeps_much_yields_to_others_down_to_an_equal_share(pin: bool) -> None:
     table, clock = filled("lru", 16), FakeClock()
