@@ -656,6 +656,13 @@ def test_keep_secondary_opts_out_of_the_epoch() -> None:
     assert rig.manager.lookup(keys[0], rig.ctx) is None
 
 
+def test_keep_secondary_keeps_nothing_when_a_reset_names_other_weights() -> None:
+    tier = FakeTier()
+    rig = ManagerRig(4, [tier], keep_secondary=True)
+    assert rig.manager.reset_cache("step-1")
+    assert (len(tier.calls("reset")), tier.revision) == (1, "step-1")
+
+
 def test_a_tier_that_cannot_promise_the_reset_is_out_of_service_until_it_can() -> None:
     keys = keys_of(0)
     tier = FakeTier(held=set(keys), resets=False)

@@ -258,7 +258,9 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
             revision_digest(revision)
         self._stats.resets += 1
         self._empty_primary()
-        return self._keep_secondary or self._tiers.reset(self._reset_deadline, revision)
+        if self._keep_secondary and revision is None:
+            return True
+        return self._tiers.reset(self._reset_deadline, revision)
 
     def _empty_primary(self) -> None:
         if self._advisor is not None:

@@ -126,7 +126,7 @@ class ManagerParts(OffloadingManager):
             reservation_deadline: seconds for which a promoted block waits to be loaded before it may be evicted.
             reset_deadline: seconds for which the engine waits until all media have confirmed a reset.
             shutdown_deadline: longest duration of :meth:`shutdown`, in seconds.
-            keep_secondary: a reset empties the primary tier only; default: False.
+            keep_secondary: a reset without a revision empties the primary tier only; default: False.
             news: the object on which tiers announce finished jobs; default: one of the manager's own.
             agreement: the object by which the tiers agree on common epochs, as in their contexts. By default, blocks in
                 the rows are not compared with a common epoch that a tier finds late.
