@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tiering.api.units import parse_duration, parse_size
-from tiering.config.problems import Problem, refuse, unknown_word
+from tiering.config.problems import Problem, changed, refuse, unknown_word
 from tiering.config.stack_file import HintOptions, StackConfig, load_stack
 from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions
@@ -114,7 +114,11 @@ def read_storage(given: Mapping[str, Any]) -> tuple[StackConfig, float]:
     """
     stack = read_inline(given, _SGLANG_WORDS)
     deadline = _deadline(given, CALL_DEADLINE, _LONGEST_CALL)
-    if problems := list(_without_effect(stack, "SGLang", "has no effect in SGLang, which takes none from a backend")):
+    problems = list(_without_effect(stack, "SGLang", "has no effect in SGLang, which takes none from a backend"))
+    if stack.keep_secondary:
+        text = "would serve pages of older weights: SGLang resets only to clear, or for new weights; leave it out"
+        problems.append(Problem(("keep_secondary",), text))
+    if problems:
         refuse("the storage backend of SGLang", problems)
     return stack, deadline
 
@@ -136,6 +140,14 @@ def read_adapter(given: Mapping[str, Any]) -> tuple[StackConfig, float, int]:
     if block_bytes < 4096 or block_bytes % 4096:
         raise ConfigError(f"block_bytes: {block_bytes} is not allowed: a multiple of 4096")
     problems = list(_without_effect(stack, "LMCache", "has no effect in LMCache, which has events of its own"))
+    text = "has no effect in LMCache, which resets no adapter; leave it out"
+    problems += [Problem((word,), text) for word in sorted(changed(stack) & {"keep_secondary", "reset_deadline"})]
+    text = "hides a tier from LMCache, whose objects are looked up block by block; leave it out"
+    problems += [
+        Problem(("secondary", index, "min_prefix_blocks"), text)
+        for index, tier in enumerate(stack.secondary)
+        if getattr(tier, "min_prefix_blocks", 1) > 1
+    ]
     if stack.revision is None:
         text = (
             "is missing: LMCache's keys have only the model's name, and weights change under a name; write a text that "

@@ -355,6 +355,12 @@ def test_a_thread_that_cannot_start_leaves_nothing_behind(monkeypatch: pytest.Mo
         ({"block_bytes": "much"}, "block_bytes: "),
         ({"secondary": []}, "secondary: is missing: LMCache has a CPU tier"),
         ({"events": True}, "events: has no effect in LMCache"),
+        ({"keep_secondary": True}, "keep_secondary: has no effect in LMCache"),
+        ({"reset_deadline": "1s"}, "reset_deadline: has no effect in LMCache"),
+        (
+            {"secondary": [{"type": "memory", "capacity": "1GiB", "min_prefix_blocks": 2}]},
+            r"secondary\[0\].min_prefix_blocks: hides a tier from LMCache",
+        ),
         ({"chunk_size": 256}, "chunk_size: unknown word"),
     ],
 )

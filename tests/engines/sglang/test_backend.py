@@ -342,6 +342,7 @@ def test_a_pool_that_is_registered_late_opens_the_stack_again() -> None:
         ({}, {}, {"config": "s.yaml"}, "keep one of the two"),
         ({}, {}, {"secondary": []}, "SGLang has a CPU tier of its own"),
         ({}, {}, {"events": True}, "SGLang"),
+        ({}, {}, {"keep_secondary": True}, "keep_secondary: would serve pages of older weights"),
         ({}, {}, {"deadline": "1m"}, "deadline"),
         ({}, {}, {"deadline": "soon"}, "deadline"),
         ({"quantization_param_path": "/nowhere.json"}, {}, {}, "quantization_param_path"),
