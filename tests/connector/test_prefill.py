@@ -144,6 +144,16 @@ def test_a_wait_for_what_is_no_prefill_does_not_make_a_prompt_slower(rig: Rig) -
     assert rig.per_token == pytest.approx(TOKEN, rel=0.01)
 
 
+@pytest.mark.parametrize("arrival_time", [None, math.nan, math.inf, -math.inf])
+def test_a_time_of_arrival_that_is_none_leaves_the_estimate_alone(rig: Rig, arrival_time: float | None) -> None:
+    rig.follow("a", arrival_time=arrival_time)
+    rig.follow("b", arrival_time=arrival_time)
+    for _ in range(20):
+        rig.speed.arrived(rig.clock())
+        rig.step({"a": 201}, 200 * TOKEN)
+    assert rig.per_token == pytest.approx(TOKEN)
+
+
 def test_the_wait_is_that_since_the_arrival_at_the_engine() -> None:
     rig, request = Rig(None), FakeRequest("a", list(range(200)))
     rig.clock.advance(0.1)

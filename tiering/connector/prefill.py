@@ -103,7 +103,7 @@ class PrefillSpeed:
             ctx: the request as the manager knows it.
             policy: limits of the request.
         """
-        if (arrival := getattr(request, "arrival_time", None)) is not None:
+        if (arrival := getattr(request, "arrival_time", None)) is not None and math.isfinite(arrival):
             self.arrived(arrival)
         if policy != DEFAULT_REQUEST_POLICY or has_hints(request):
             return
