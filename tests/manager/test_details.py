@@ -47,6 +47,7 @@ CALLS: dict[str, Call] = {
     "has_pending_work": lambda rig: rig.manager.has_pending_work(),
     "take_events": lambda rig: rig.manager.take_events(),
     "still_pending": lambda rig: rig.manager.still_pending(rig.ctx),
+    "wait_until": lambda rig: rig.manager.wait_until(lambda: True, 0.0),
     "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
     "count_tiers": lambda rig: rig.manager.count_tiers([A], rig.ctx),
     "count_inherited": lambda rig: rig.manager.count_inherited(0),

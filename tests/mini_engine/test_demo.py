@@ -101,6 +101,7 @@ def test_the_report_says_what_held(held: bool, tmp_path: Path) -> None:
     assert set(report["acts"][0]["hit_tokens_by_tier"]) == {"gpu", "cpu", "local", "s3"}
 
 
+@pytest.mark.timeout(300)
 def test_two_engines_share_a_machine_and_the_killed_one_comes_back_warm(tmp_path: Path) -> None:
     story = Story(tmp_path, Display(plain=True), shape=TINY, gpu_blocks=32)
     story.acts.append(story._run("1 no tiers", None, {}, None))

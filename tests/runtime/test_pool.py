@@ -293,6 +293,7 @@ STARTERS = {
     "tiering/engines/vllm/weights.py": "the start of an engine",
     "tiering/engines/lmcache/lanes.py": "the start of an adapter of LMCache; the threads end with it",
     "tiering/engines/mailbox.py": "the start of an engine; the thread ends with it",
+    "tiering/config/io_process.py": "the start of an engine; the thread ends with the tiers",
     "tiering/machine/link.py": "the start of an engine; the thread ends with it",
     "tiering/epochs/opener.py": "the shutdown of a tier, which may wait until its deadline",
     "tiers/local/device.py": "a measurement of the command line",
