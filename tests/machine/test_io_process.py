@@ -18,6 +18,7 @@ from tests.machine.engines import PATIENCE, SmallEngine
 from tiering import load_stack
 from tiering.config import io_process
 from tiering.config.io_process import IoProcess
+from tiering.connector.stats import Increments
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.machine.tier import MachineTier
 from tiering.testing.clock import until
@@ -90,6 +91,33 @@ def test_a_process_that_was_killed_is_a_miss_and_is_started_again(engine: Callab
     one.forget_rows(20_000)
     found, wrong = one.load(range(20, 28))
     assert (found, wrong) == (list(range(20, 28)), [])
+
+
+def test_counters_go_on_after_a_restart_of_the_process(engine: Callable[..., SmallEngine]) -> None:
+    """A counter that fell would let the metrics count the engine's own ones of that tier again."""
+    one = engine()
+    one.store(range(8))
+    assert one.stored()
+    increments, seen = Increments(), dict.fromkeys(("cascades", "io_restarts", "written_bytes"), 0)
+
+    def counted(name: str, least: int) -> bool:
+        fields = increments.take({"local": one.manager.get_stats()["tiers"]["local"]})["local"]
+        for each in seen:
+            seen[each] += fields[each]
+        return seen[name] >= least
+
+    assert one.settle(lambda: counted("written_bytes", 1))
+    host = host_of(one)
+    assert host._child is not None
+    host._child.kill()
+    assert one.settle(lambda: counted("io_restarts", 1))
+    assert one.serving()
+    written = seen["written_bytes"]
+    one.store(range(20, 28))
+    assert one.stored()
+    assert one.settle(lambda: counted("written_bytes", written + 1))
+    assert seen["io_restarts"] == host.restarts
+    assert seen["cascades"] == one.stat("cascades") == 16
 
 
 def test_a_process_that_always_ends_is_not_started_for_ever(

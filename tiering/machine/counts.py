@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from tiering.api.metric import counter, gauge
+from tiering.api.metric import MetricKind, counter, declared_metrics, gauge
 from tiering.secondary.tier_stats import TierStats
 
 _log = logging.getLogger("kv_tiering.machine")
@@ -17,6 +17,9 @@ _OWN |= {"cascades_failed", "cascades_active", "stores_dropped", "stores_evicted
 _OWN |= {"job_latency", "job_latency_sum", "available", "writable", "io_restarts"}
 _MEDIUM = frozenset(field.name for field in fields(TierStats)) - _OWN
 """Statistics of the medium, which are the same for all engines."""
+
+_PLAIN = {name: getattr(TierStats(), name) for name in _MEDIUM}
+_COUNTERS = {each.field for each in declared_metrics(TierStats) if each.kind is MetricKind.COUNTER} & _MEDIUM
 
 EngineOfTier = tuple[str, str, str]
 """Name of an engine, of its namespace and of its tier."""
@@ -112,12 +115,29 @@ class ServiceLook:
     """Counts of each engine at each tier."""
 
 
-def with_medium(stats: TierStats, text: bytes) -> TierStats:
-    """Return ``stats`` after those of the medium have been set to what a service has sent as ``text``."""
-    try:
-        found = json.loads(text)
-        for name in _MEDIUM.intersection(found):
-            setattr(stats, name, type(getattr(stats, name))(found[name]))
-    except (ValueError, TypeError, AttributeError) as error:
-        _log.debug("the service's statistics cannot be read: %s", error)
-    return stats
+class Medium:
+    """The statistics of a medium, as a service sent them last; its counters go on when they start again."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        """Counters of earlier processes of the service, summed."""
+
+    def take(self, text: bytes) -> None:
+        """Take statistics that a service has sent."""
+        try:
+            new = {name: type(_PLAIN[name])(value) for name, value in json.loads(text).items() if name in _PLAIN}
+        except (ValueError, TypeError, AttributeError) as error:
+            _log.debug("the service's statistics cannot be read: %s", error)
+            return
+        before = self._fields
+        if any(new.get(name, 0) < before.get(name, 0) for name in _COUNTERS):
+            for name in _COUNTERS:
+                self._ended[name] = self._ended.get(name, 0) + before.get(name, 0)
+        self._fields = new
+
+    def added_to(self, stats: TierStats) -> TierStats:
+        """Return ``stats`` after those of the medium have been set."""
+        for name, value in self._fields.items():
+            setattr(stats, name, value + self._ended.get(name, 0))
+        return stats

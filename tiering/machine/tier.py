@@ -28,7 +28,7 @@ from tiering.errors import ConfigError, StoreError
 from tiering.index.shared import SharedIndex
 from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
-from tiering.machine.counts import with_medium
+from tiering.machine.counts import Medium
 from tiering.machine.link import PROOF_SECONDS, Happening, Link, ServiceSocket, TierHost
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record, messages, pack
 from tiering.machine.options import MachineTierOptions
@@ -120,8 +120,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         """Blocks of stores in flight."""
         self.stats = TierStats(available=0, writable=0)
         """Counters of this engine's use of the tier."""
-        self._remote = b"{}"
-        """Statistics of the tier, of all engines together, as the service sent them."""
+        self._medium = Medium()
         self._rows_fd = os.dup(context.rows_fd)  # the link's thread may greet while the rows are closed
         self._close_rows = weakref.finalize(self, os.close, self._rows_fd)
         self._index = SharedIndex(
@@ -328,10 +327,11 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def _take_state(self, record: Record, connection: ServiceSocket) -> None:
         try:
-            weights, epoch, window, self._remote = read_state(record.text)
+            weights, epoch, window, medium = read_state(record.text)
         except MessageError as error:
             _log.error("tier %s: %s", self.name, error)
             return
+        self._medium.take(medium)
         self._state = record.number, weights, record.flag, epoch, window
         self._adopt(connection)
         self._change()
@@ -489,7 +489,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self.stats.lookups_late = self._index.late_lookups
         if self._host is not None:
             self.stats.io_restarts = self._host.restarts
-        return with_medium(replace(self.stats, job_latency=list(self.stats.job_latency)), self._remote)
+        return self._medium.added_to(replace(self.stats, job_latency=list(self.stats.job_latency)))
 
 
 MACHINE_TIER = TierDefinition(
