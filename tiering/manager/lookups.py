@@ -94,8 +94,7 @@ class ManagerLookups(ManagerParts):
         return self._open_lookups.still_pending(req_context.req_id)
 
     def wait_until(self, answered: Callable[[], bool], seconds: float) -> None:
-        if get_ident() != self._owner.thread:
-            self._owner.claim()
+        self._owner.claim()
         deadline, news = time.monotonic() + seconds, threading.Event()
         with self.news.listening(news.set):
             while not answered() and (left := deadline - time.monotonic()) > 0.0:
