@@ -74,7 +74,11 @@ from vllm.distributed.parallel_state import get_pp_group  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 from vllm.v1.core.sched import output as scheduler_output  # noqa: E402
 
-from tiering.engines.vllm.scheduler_side import SchedulerSide  # noqa: E402
+from tiering.engines.vllm.scheduler_side import (  # noqa: E402
+    ASYNC_LOOKUP_PATIENCE,
+    LOOKUP_PATIENCE,
+    SchedulerSide,
+)
 from tiering.engines.vllm.stats import TieringConnectorStats, prom_metrics  # noqa: E402
 from tiering.engines.vllm.worker_side import TransferResults, WorkerSide  # noqa: E402
 
@@ -124,6 +128,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._may_rest = parallel.pipeline_parallel_size == getattr(parallel, "data_parallel_size", 1) == 1
+        is_async = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+        self._lookup_patience = self._may_rest * (ASYNC_LOOKUP_PATIENCE if is_async else LOOKUP_PATIENCE)
         self._loads_first = loads_may_come_first(vllm_config, kv_cache_config)
         self._ledger = LoadLedger()
         self._adapters = AdapterGuard()

@@ -37,6 +37,9 @@ Each further step takes the engine half a millisecond or more, and a caller that
 from the threads of the tiers. Whoever sends a request meanwhile waits as long.
 """
 
+ASYNC_LOOKUP_PATIENCE = 1e-3
+"""The same with asynchronous scheduling, where the output of an earlier step may wait for this one."""
+
 _vllm_event = EventConverter(kv_events)
 
 
@@ -49,7 +52,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     _waits: LoadWaits
     _kept: KeptGroups | None = None
     """The groups that are offloaded; None: all."""
-    _may_rest: bool
+    _lookup_patience: float
+    """Most seconds for which a step without work rests; 0: steps do not rest."""
 
     def _no_scheduler(self) -> NoReturn:
         """Refuse a call of the other side, which has no :attr:`scheduler_half`.
@@ -85,8 +89,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         half = self.scheduler_half or self._no_scheduler()
         step = scheduler_output if self._kept is None else self._kept.step(scheduler_output)
         metadata = half.build_connector_meta(step)
-        if metadata is NOTHING_TO_DO and self._may_rest and not scheduler_output.total_num_scheduled_tokens:
-            half.await_answers(LOOKUP_PATIENCE)
+        if metadata is NOTHING_TO_DO and self._lookup_patience and not scheduler_output.total_num_scheduled_tokens:
+            half.await_answers(self._lookup_patience)
         return self._adapters.with_checks(metadata, scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
