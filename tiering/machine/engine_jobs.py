@@ -89,7 +89,7 @@ class SharedRead:
         return self.job is job and self.position == position
 
     def waits(self, job: EngineJob, position: int) -> bool:
-        """Return True if ``job`` is to read the block, at this position, and the tier does not have the read yet.
+        """Return True if ``job`` is to read the block there, and the tier does not have the read yet.
 
         Two parts of a job may have the same block: one that was queued before another engine's turn came earlier, and
         one that was queued after that engine gave up.
