@@ -225,7 +225,7 @@ class StackConfig(Strict):
     Needed where neither ``namespace`` nor the model's identity tells different weights apart.
     """
     keep_secondary: bool = False
-    """True to keep the blocks of secondary tiers valid over a reset that names no new revision; default False.
+    """True to keep the blocks of secondary tiers over a reset that names no revision; default False.
 
     Right only if the weights never change at a reset.
     """
