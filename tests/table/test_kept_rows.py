@@ -348,6 +348,21 @@ def test_a_time_that_grows_by_little_is_left_alone() -> None:
     assert kept.rows == 0
 
 
+def test_the_end_of_many_sessions_at_once_is_divided_over_calls() -> None:
+    clock = FakeClock()
+    kept = KeptRows(4 * kept_rows.MOST_ENDED, clock)
+    for row in range(2 * kept_rows.MOST_ENDED):
+        kept.keep(np.array([row]), 10.0, 4 * kept_rows.MOST_ENDED)
+    kept.keep(np.array([0]), 20.0, 4 * kept_rows.MOST_ENDED)  # row 0 is in two lists
+    clock.advance(30.0)
+    assert not kept.are_kept(np.arange(2 * kept_rows.MOST_ENDED)).any()
+    kept.expire(clock())
+    assert kept.rows == kept_rows.MOST_ENDED
+    kept.expire(clock())
+    kept.expire(clock())
+    assert kept.rows == 0
+
+
 def test_hints_that_undo_each_other_leave_a_bounded_heap() -> None:
     clock = FakeClock()
     kept = KeptRows(8, clock)

@@ -47,6 +47,9 @@ MOST_IDLE = 2.0
 An average row is used more often than those that would be evicted next, for which the kept ones take the room.
 """
 
+MOST_ENDED = 512
+"""Largest number of sessions whose rows one call no longer keeps: the scheduler's thread waits for it."""
+
 _FEW = 64
 
 
@@ -199,9 +202,15 @@ class KeptRows:
         heapq.heappush(self._own, (-math.inf, -next(self._order), rows))
 
     def expire(self, now: float) -> None:
-        """End the time of the rows whose end has come."""
-        while self._ends and self._ends[0][0] <= now:
-            rows = heapq.heappop(self._ends)[2]
+        """End the time of the rows whose end has come, of the sessions that ended first.
+
+        Those of further sessions are not kept either (:meth:`are_kept`), and count until a later call.
+        """
+        ended: list[Rows] = []
+        while self._ends and self._ends[0][0] <= now and len(ended) < MOST_ENDED:
+            ended.append(heapq.heappop(self._ends)[2])
+        if ended:
+            rows = np.unique(np.concatenate(ended))  # a row is in one list for each of its ends
             self.discard(rows[self._until[rows] <= now])
 
     def _list_anew(self) -> None:
