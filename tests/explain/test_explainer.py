@@ -154,6 +154,15 @@ class TestTokens:
         finally:
             tracemalloc.stop()
 
+    def test_of_a_prompt_beyond_the_bound_only_the_kept_tokens_take_memory(self) -> None:
+        prompts = past_prompts.PastPrompts(1, 4, lambda: None)
+        digest = prompts.digest(Prompt(range(2 * past_prompts.MAX_TOKENS)))
+        assert digest is not None
+        prompts.add(digest)
+        (kept,) = prompts._kept.values()
+        assert kept.tokens.base is None
+        assert len(kept.tokens) == past_prompts.MAX_TOKENS
+
     @pytest.mark.parametrize(("salt", "token"), [("mine", 10), ("theirs", None)])
     def test_the_token_never_comes_from_another_salt(
         self, monkeypatch: pytest.MonkeyPatch, salt: str, token: int | None

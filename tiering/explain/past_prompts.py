@@ -129,8 +129,9 @@ class PastPrompts:
         self._hashes[places] = digest.hashes
         self._owners[places] = np.uint32(self._number << _ADAPTER_BITS | digest.adapter)
         self._drop(self._number)
-        self._kept[self._number] = digest._replace(tokens=digest.tokens[:MAX_TOKENS], hashes=_NO_HASHES)
-        self._kept_tokens += len(digest.tokens[:MAX_TOKENS]) + PROMPT_TOKENS
+        tokens = digest.tokens[:MAX_TOKENS].copy()  # a view would keep all of them
+        self._kept[self._number] = digest._replace(tokens=tokens, hashes=_NO_HASHES)
+        self._kept_tokens += len(tokens) + PROMPT_TOKENS
         while self._kept_tokens > MAX_TOKENS and len(self._kept) > 1:
             self._drop(next(iter(self._kept)))
 
