@@ -245,9 +245,9 @@ def test_the_process_gets_what_is_left_of_the_time_of_a_shutdown(
 
 def test_the_kernel_ends_it_with_an_engine_that_was_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from tests.machine import test_io_process as t\n"
+        "import signal; from pathlib import Path; from tests.machine import test_io_process as t\n"
         f"one = t.SmallEngine(None, **t.stack_of(Path({str(tmp_path)!r})))\n"
-        "print(t.host_of(one)._child.pid, flush=True); time.sleep(60)"
+        "print(t.host_of(one)._child.pid, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from tests.engines.vllm_tier.double import spec_of
-from tests.engines.vllm_tier.test_conformance import Weights
+from tests.engines.vllm_tier.test_conformance import BlocksOnly, ResetsOnly, Weights
 from tests.tiers.local.test_conformance import CAPACITY, _Raw
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import ModelIdentity
@@ -33,6 +33,7 @@ from tiering.secondary.contract import (
     TransferJob,
 )
 from tiering.secondary.tier_stats import TierStats
+from tiering.testing.clock import until
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import TierRig
 from tiering.testing.tier_tests import TierTests
@@ -105,11 +106,13 @@ class Managed(SecondaryTierManager):
     def _serves(self, deadline: float) -> bool:
         """Wait until the local tier is in service, by statistics that are read from now on."""
         self.tier._thread.stats = {}
-        while not self._counter("available") and time.monotonic() < deadline:
+
+        def serves() -> float:
             self.manager.on_request_finished(self._begin("waits"))
             self.on_schedule_end()
-            time.sleep(0.001)
-        return bool(self._counter("available"))
+            return self._counter("available")
+
+        return until(serves, deadline - time.monotonic())
 
     def _begin(self, name: str) -> Any:
         ctx = base.ReqContext(f"{name} {next(self._numbers)}")
@@ -195,10 +198,12 @@ class Managed(SecondaryTierManager):
         return StepEnd()
 
     def drain(self, deadline: float) -> bool:
-        while (self._stores or self._loads) and time.monotonic() < deadline:
+        def ended() -> bool:
             self.on_schedule_end()
-            time.sleep(0.001)
             list(self.get_finished())
+            return not (self._stores or self._loads)
+
+        until(ended, deadline - time.monotonic())
         return True
 
     def _reset(self) -> None:
@@ -236,24 +241,14 @@ class _BehindVllm(_Raw, TierTests):
         return Managed(context, self.path, keeps=self.keeps)
 
 
-class TestBlocksBehindVllm(_BehindVllm):
+class TestBlocksBehindVllm(BlocksOnly, _BehindVllm):
     """Blocks are read from the medium, because the memory above it is emptied after each store."""
 
-    test_after_a_reset_nothing_stored_before_is_served = None  # type: ignore[assignment]
-    test_a_reset_holds_over_a_restart = None  # type: ignore[assignment]
-    test_what_is_stored_after_a_reset_and_a_restart_is_found_by_later_restarts = None  # type: ignore[assignment]
 
-
-class TestResetsBehindVllm(_BehindVllm):
+class TestResetsBehindVllm(ResetsOnly, _BehindVllm):
     """vLLM's reset ends the epoch, and what was stored before."""
 
     keeps = False
-
-    test_a_flipped_bit_is_a_miss = None  # type: ignore[assignment]
-    test_a_truncated_block_is_a_miss = None  # type: ignore[assignment]
-    test_swapped_blocks_are_misses = None  # type: ignore[assignment]
-    test_a_foreign_models_block_is_a_miss = None  # type: ignore[assignment]
-    test_a_deleted_block_is_a_miss_and_the_others_arrive = None  # type: ignore[assignment]
 
 
 def test_negative_control_rows_that_are_mixed_up_do_not_conform(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
@@ -15,6 +13,7 @@ from tiering.api.request import ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.exclusive import COPIES_PER_BLOCK
 from tiering.manager.parts import ManagerParts
+from tiering.runtime.news import Steps
 
 LOOK_PAUSE = 5e-4
 """Least time between two looks of a wait for answers, in seconds.
@@ -95,12 +94,7 @@ class ManagerLookups(ManagerParts):
 
     def wait_until(self, answered: Callable[[], bool], seconds: float) -> None:
         self._owner.claim()
-        deadline, news = time.monotonic() + seconds, threading.Event()
-        with self.news.listening(news.set):
-            while not answered() and (left := deadline - time.monotonic()) > 0.0:
-                time.sleep(min(left, LOOK_PAUSE))
-                news.wait(max(0.0, left - LOOK_PAUSE))
-                news.clear()
+        self.news.wait(Steps(answered, seconds, seconds), LOOK_PAUSE)
 
     def lookup_outcome(self, key: OffloadKey, req_context: ReqContext) -> LookupOutcome | None:
         self._owner.claim()

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.runtime.news import Steps
 
 LONGEST_SLEEP = 0.05
 """Longest sleep between two steps, in seconds; deadlines pass without an announcement."""
@@ -99,56 +98,24 @@ class _PrefixAnswer:
         return not self.match.pending
 
 
-class _Steps:
-    """Steps that repeat until one returns True or the timeout passes; the caller sleeps in between.
-
-    Each step sees every job that ended before the step began. A caller that listens from then on misses no job.
-    """
-
-    def __init__(self, manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> None:
-        """Prepare the steps.
-
-        Args:
-            manager: its tiers decide how long the sleeps may be.
-            step: does one step, and returns True if it was the last one.
-            timeout: seconds until no further step is done; None: no limit.
-        """
-        self._step = step
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
-        self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
-        self.done = False
-
-    def next_sleep(self) -> float | None:
-        """Do one step, and return the seconds to sleep before the next one; None if this step was the last."""
-        self.done = self._step()
-        if self.done:
-            return None
-        left = self._longest if self._deadline is None else self._deadline - time.monotonic()
-        return None if left <= 0 else min(left, self._longest)
+def _steps(manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> Steps:
+    announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
+    return Steps(step, timeout, LONGEST_SLEEP if announced else SILENT_SLEEP)
 
 
 def _wait(manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> bool:
-    steps, news = _Steps(manager, step, timeout), threading.Event()
-    news.set()  # A second step follows at once: jobs may have ended before this function began to listen.
-    with manager.news.listening(news.set):
-        while (sleep := steps.next_sleep()) is not None:
-            news.wait(sleep)
-            # The event is cleared before the next step. A job that ends from here on is seen by that step, or ends the
-            # sleep after it.
-            news.clear()
-    return steps.done
+    return manager.news.wait(_steps(manager, step, timeout))
 
 
 async def _wait_async(manager: TieringOffloadingManager, step: Callable[[], bool], timeout: float | None) -> bool:
-    steps, news, loop = _Steps(manager, step, timeout), asyncio.Event(), asyncio.get_running_loop()
+    steps, news, loop = _steps(manager, step, timeout), asyncio.Event(), asyncio.get_running_loop()
 
     def wake() -> None:
         if not news.is_set():
             with contextlib.suppress(RuntimeError):  # The loop was closed, so no coroutine waits any more.
                 loop.call_soon_threadsafe(news.set)
 
-    news.set()  # As in _wait.
+    news.set()  # as in News.wait
     with manager.news.listening(wake):
         while (sleep := steps.next_sleep()) is not None:
             timer = loop.call_later(sleep, news.set)

@@ -257,24 +257,32 @@ class _BehindVllm(_Raw, TierTests):
         return Door(context, self.factory, self.path, keeps=self.keeps)
 
 
-class TestBlocksBehindVllm(_BehindVllm):
+class BlocksOnly:
+    """The suite without resets, which keep a tier's blocks here."""
+
+    test_after_a_reset_nothing_stored_before_is_served: Any = None
+    test_a_reset_holds_over_a_restart: Any = None
+    test_what_is_stored_after_a_reset_and_a_restart_is_found_by_later_restarts: Any = None
+
+
+class ResetsOnly:
+    """The suite without altered blocks, which are not read because the memory above the medium has them."""
+
+    test_a_flipped_bit_is_a_miss: Any = None
+    test_a_truncated_block_is_a_miss: Any = None
+    test_swapped_blocks_are_misses: Any = None
+    test_a_foreign_models_block_is_a_miss: Any = None
+    test_a_deleted_block_is_a_miss_and_the_others_arrive: Any = None
+
+
+class TestBlocksBehindVllm(BlocksOnly, _BehindVllm):
     """Blocks are read from the medium, because the memory above it is emptied after each store."""
 
-    test_after_a_reset_nothing_stored_before_is_served = None  # type: ignore[assignment]
-    test_a_reset_holds_over_a_restart = None  # type: ignore[assignment]
-    test_what_is_stored_after_a_reset_and_a_restart_is_found_by_later_restarts = None  # type: ignore[assignment]
 
-
-class TestResetsBehindVllm(_BehindVllm):
+class TestResetsBehindVllm(ResetsOnly, _BehindVllm):
     """vLLM's reset ends the epoch, and what was stored before."""
 
     keeps = False
-
-    test_a_flipped_bit_is_a_miss = None  # type: ignore[assignment]
-    test_a_truncated_block_is_a_miss = None  # type: ignore[assignment]
-    test_swapped_blocks_are_misses = None  # type: ignore[assignment]
-    test_a_foreign_models_block_is_a_miss = None  # type: ignore[assignment]
-    test_a_deleted_block_is_a_miss_and_the_others_arrive = None  # type: ignore[assignment]
 
 
 def test_negative_control_a_door_that_mixes_up_rows_does_not_conform(
