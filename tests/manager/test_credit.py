@@ -73,6 +73,21 @@ def test_a_tier_without_credit_of_its_own_gets_each_block_at_once() -> None:
     assert rig.stat("rows_evictable") == 8
 
 
+def test_a_tier_that_has_taken_a_whole_queue_is_asked_again() -> None:
+    tier = FakeTier(allowance=1)
+    rig = make_rig(tier)
+    assert store(rig, K[:3])
+    tier.allowance = None
+    rig.step()
+    assert submitted(tier) == [K[:1], K[1:3]]
+    tier.finish_all()
+    rig.step()
+    tier.allowance = 2
+    assert store(rig, K[3:8])
+    assert submitted(tier) == [K[3:5]]
+    assert rig.stat("blocks_queued") == 3
+
+
 def test_each_tier_has_a_queue_of_its_own() -> None:
     fast, slow = FakeTier("fast"), FakeTier("slow", allowance=1)
     rig = make_rig(fast, slow)

@@ -72,7 +72,7 @@ def test_they_are_one_job_of_no_request_whose_rows_are_released_at_its_end() -> 
 
 
 def test_other_tiers_get_a_job_for_each_request() -> None:
-    apart, all_of_them = FakeTier("apart"), FakeTier("all", takes_all=True, mixes_requests=True)
+    apart, all_of_them = FakeTier("apart"), FakeTier("all", takes_all=True)
     picky = FakeTier("picky", policy=OffloadPolicy.REQUEST_LEVEL)
     rig = ManagerRig(16, [apart, all_of_them, picky])
     requests = end_together(rig, THREE)

@@ -130,10 +130,10 @@ def _step_end(answer: object) -> StepEnd:
     return StepEnd(_wanted(answer.wanted), _seconds(answer.rest), truth(answer.superseded), truth(answer.reset_done))
 
 
-def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> list[int]:
+def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> Sequence[int]:
     """Return the positions of the admitted keys; a tier that admits all of them returns None."""
     if answer is None:
-        return list(range(len(keys)))
+        return range(len(keys))
     if len(answer) > len(keys):
         raise BreachError
     positions = list(map(index, answer))

@@ -21,7 +21,7 @@ from tiering.manager.row_broker import RowBroker
 from tiering.manager.tier_state import TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import HELD_FOR, JobResult, TierIntake, TransferJob
+from tiering.secondary.contract import HELD_FOR, JobResult, TransferJob
 
 _PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
@@ -114,30 +114,12 @@ class TierJobs:
             ctx: the request that the blocks are stored for.
             is_fill: True if the blocks were just promoted from a slower tier; default False.
         """
-        serving = [state for state in states if state.in_service]
-        direct = [state for state in serving if state.intake is None]
-        if direct:
-            self._primary.pin(rows, len(direct))
-            # A tier must not change what the engine, the manager and the other tiers use as well.
-            keys, shared = tuple(keys), rows.view()
-            shared.flags.writeable = False
-            now = self._clock()
-            for state in direct:
-                self._submit_store(state, keys, shared, ctx, now, is_fill=is_fill)
-        if len(direct) < len(serving):
-            for state in serving:
-                if state.intake is not None:
-                    self._offer(state, state.intake, keys, rows, ctx, is_fill=is_fill)
+        for state in states:
+            if state.in_service:
+                self._offer(state, keys, rows, ctx, is_fill=is_fill)
 
     def _offer(
-        self,
-        state: TierState,
-        intake: TierIntake,
-        keys: Sequence[OffloadKey],
-        rows: Rows,
-        ctx: ReqContext,
-        *,
-        is_fill: bool,
+        self, state: TierState, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext, *, is_fill: bool
     ) -> None:
         """Submit those blocks that a tier admits and has credit for; queue the others that it admits."""
         queue = state.queue
@@ -145,7 +127,7 @@ class TierJobs:
             keys, rows = new, self._rows_of(new)
         if keys:
             keys = tuple(keys)
-            chosen = self._ask(state, POSITIONS, intake.admit, keys, ctx, is_fill)
+            chosen = self._ask(state, POSITIONS, state.intake.admit, keys, ctx, is_fill)
             if chosen is None:
                 return
             if len(chosen) < len(keys):
@@ -156,7 +138,7 @@ class TierJobs:
         now, count = self._clock(), 0
         if not queue.lane_of:
             if state.credit < len(keys) and state not in self._gathered:  # the tier does not count gathered blocks
-                self._ask_credit(state, intake, max(len(keys), self._together))
+                self._ask_credit(state, max(len(keys), self._together))
             count = int(min(state.credit, len(keys)))
         if count:
             state.credit -= count
@@ -204,9 +186,9 @@ class TierJobs:
     def _submit_gathered(self, state: TierState, keys: Iterable[OffloadKey], rows: Sequence[Rows]) -> None:
         self._submit_pinned(state, tuple(keys), np.concatenate(rows), NOBODY, self._clock(), is_fill=False)
 
-    def _ask_credit(self, state: TierState, intake: TierIntake, wanted: int) -> None:
+    def _ask_credit(self, state: TierState, wanted: int) -> None:
         """Return the number of ``wanted`` blocks that a tier has credit for until the end of the next step."""
-        state.credit = self._ask(state, CREDIT, intake.credit, wanted, 2 * self._broker.longest_step) or 0.0
+        state.credit = self._ask(state, CREDIT, state.intake.credit, wanted, 2 * self._broker.longest_step) or 0.0
 
     def pull(self) -> None:
         """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
@@ -222,8 +204,7 @@ class TierJobs:
             self._broker.begin_step(now)
 
     def _pull(self, state: TierState, now: float) -> None:
-        if state.intake is not None:
-            self._ask_credit(state, state.intake, len(state.queue))
+        self._ask_credit(state, len(state.queue))
         while state.queue and state.credit > 0 and state.in_service:
             ctx, is_fill, taken = state.queue.take(int(min(state.credit, len(state.queue))))
             keys, rows = tuple(taken), self._rows_of(taken)
@@ -233,6 +214,7 @@ class TierJobs:
             state.settled_until[rows] = 0.0
             self._broker.pass_on(state, keys, rows)
             self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
+        state.credit = 0.0  # a tier may have taken all for this once, such as one that stores nothing at present
         self._tiers.end_requests(state)
 
     def _submit_store(
@@ -492,6 +474,5 @@ class TierJobs:
             if number and state.in_service:
                 asked = tuple(keys if number == len(keys) else compress(keys, due.tolist()))
                 used = rows[due]
-                settled = None if state.intake is None else self._ask(state, SECONDS, state.intake.used, asked, ctx)
-                state.settled_until[used] = math.inf if state.intake is None else now + (settled or 0.0)
+                state.settled_until[used] = now + (self._ask(state, SECONDS, state.intake.used, asked, ctx) or 0.0)
                 state.has[used] = False

@@ -56,8 +56,8 @@ class TierState:
 
     The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
     """
-    intake: TierIntake | None
-    """Part of the tier that chooses its blocks; tiers without one share the submission of a store."""
+    intake: TierIntake
+    """Part of the tier that chooses its blocks; the contract's own, which takes all, for a tier without one."""
     worth: Worth | None = None
     """Measured worth of the tier; None: it is not measured."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
@@ -103,7 +103,7 @@ class TierState:
             max_loading_rows=max(1, int(traits.primary_share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            intake=traits.intake,
+            intake=traits.intake or TierIntake(),
         )
 
 

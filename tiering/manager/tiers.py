@@ -154,7 +154,7 @@ class SecondaryTiers:
     def report_unstored(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
         """Report to a tier that ``keys`` left its queue unstored, and end requests without further blocks."""
         self.note_unstored(state, keys)
-        if keys and state.in_service and state.intake is not None:
+        if keys and state.in_service:
             self.call(state, state.intake.not_stored, tuple(keys))
         self.end_requests(state)
 

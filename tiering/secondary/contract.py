@@ -315,7 +315,7 @@ class TierTraits:
     mixes_requests: bool = False
     """True if the blocks that several requests store in one step may be one job; default False.
 
-    The context of such a job is that of no request. Only tiers with an intake get such jobs.
+    The context of such a job is that of no request.
     """
     intake: TierIntake | None = None
     """Part that chooses the blocks to store; None (default): all, as soon as they are readable."""
