@@ -288,8 +288,6 @@ class TierJobs:
             return
         try:
             submit(job)
-        except PROCESS_ENDS:
-            raise
         except BaseException as error:
             self._tiers.fail_raising(state, submit, error)
 
@@ -307,8 +305,6 @@ class TierJobs:
                     continue
                 # What a generator returned before it raised counts. One that never ends must not be followed.
                 results += islice(given, len(state.jobs) + 1)
-            except PROCESS_ENDS:
-                raise
             except BaseException as error:
                 self._tiers.fail_reading(state, state.tier.get_finished, given, error)
             for result in results:

@@ -109,8 +109,6 @@ class SecondaryTiers:
         """Call a method of a tier whose answer has no meaning; if it raises, take the tier out of service."""
         try:
             method(*arguments)
-        except PROCESS_ENDS:
-            raise
         except BaseException as error:
             self.fail_raising(state, method, error)
 
@@ -127,8 +125,6 @@ class SecondaryTiers:
         """
         try:
             given = method(*arguments)
-        except PROCESS_ENDS:
-            raise
         except BaseException as error:
             self.fail_raising(state, method, error)
             return None
@@ -170,7 +166,12 @@ class SecondaryTiers:
             self.call(state, state.tier.on_request_finished, end.ctx, end.released, end.kept)
 
     def fail_raising(self, state: TierState, method: Callable[..., object], error: BaseException) -> None:
-        """Take a tier whose ``method`` has raised ``error``, the present exception, out of service."""
+        """Take a tier whose ``method`` has raised ``error``, the present exception, out of service.
+
+        Exceptions that end the process are raised again: they are no fault of the tier.
+        """
+        if isinstance(error, PROCESS_ENDS):
+            raise error
         self.fail(state, f"its {_name(method)} raised {text_of(error)}", exc_info=True)
 
     def fail_reading(
@@ -182,10 +183,10 @@ class SecondaryTiers:
         """
         if isinstance(error, BreachError):
             self.fail(state, f"its {_name(method)} returned {error}")
-        elif not hasattr(type(given), "__iter__"):
-            self.fail(state, f"its {_name(method)} returned {text_of(given)}, which has no elements")
-        else:
+        elif hasattr(type(given), "__iter__") or isinstance(error, PROCESS_ENDS):
             self.fail_raising(state, method, error)
+        else:
+            self.fail(state, f"its {_name(method)} returned {text_of(given)}, which has no elements")
 
     def fail(self, state: TierState, reason: str, *, exc_info: bool = False) -> None:
         """Take a tier out of service until a restart, because it broke its contract.
@@ -206,8 +207,6 @@ class SecondaryTiers:
         method = state.tier.on_schedule_end
         try:
             end = method()
-        except PROCESS_ENDS:
-            raise
         except BaseException as error:
             self.fail_raising(state, method, error)
             return _NOTHING
@@ -321,8 +320,6 @@ class SecondaryTiers:
                 given = method()
                 # What a generator returned before it raised counts.
                 events.extend(read_events(given, state.name))
-            except PROCESS_ENDS:
-                raise
             except BaseException as error:
                 self.fail_reading(state, method, given, error)
         return events
