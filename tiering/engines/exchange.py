@@ -139,7 +139,7 @@ class _Store(_Call):
 
     def advance(self, exchange: BlockExchange) -> bool:
         keys = self.keys[self.position : self.position + exchange.part]
-        is_last = exchange.now() >= self.began + ROOM_PATIENCE
+        is_last = time.monotonic() >= self.began + ROOM_PATIENCE
         output = exchange.manager.prepare_store(keys, self.ctx, is_last=is_last)
         if output is None:
             self.position = len(self.keys) if is_last else self.position
@@ -163,7 +163,7 @@ class BlockExchange(ManagerMailbox):
     Any thread may call the public methods. All but :meth:`reset` wait, :meth:`held`, :meth:`load` and :meth:`store` up
     to the deadline.
 
-    The engine may put several of them under one deadline: it passes ``due``, a time of :attr:`now`.
+    The engine may put several of them under one deadline: it passes ``due``, in monotonic seconds.
 
     Args:
         manager: the manager of the stack; its thread owns it from :meth:`start` on.
@@ -173,7 +173,6 @@ class BlockExchange(ManagerMailbox):
         deadline: longest duration of a call in seconds.
         patience: seconds for which :meth:`stop` waits for the thread.
         on_events: takes the manager's events, on the thread; default: they are not read.
-        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -186,13 +185,8 @@ class BlockExchange(ManagerMailbox):
         deadline: float,
         patience: float,
         on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(manager, engine, logger, patience=patience + LENT_SECONDS, on_events=on_events, clock=clock)
-        self.manager = manager
-        """The manager; only this object's thread uses it."""
-        self.now = clock
-        """Monotonic clock in seconds."""
+        super().__init__(manager, engine, logger, patience=patience + LENT_SECONDS, on_events=on_events)
         self.window = window
         """Largest number of rows of one call."""
         self._rows: NDArray[np.uint8] = np.asarray(manager.primary_tier.get_kv_memoryview())
@@ -212,7 +206,7 @@ class BlockExchange(ManagerMailbox):
 
     def due(self) -> float:
         """Return the time by which a call that begins now ends."""
-        return self.now() + self._deadline
+        return time.monotonic() + self._deadline
 
     def held(self, keys: Sequence[OffloadKey], *, is_prefix: bool = True, due: float | None = None) -> list[bool]:
         """Return which blocks any tier holds, without loading them.
@@ -256,7 +250,7 @@ class BlockExchange(ManagerMailbox):
         self._logger.info("closed after %d calls that reached their deadline", self.timeouts)
 
     def _start(self, keys: Sequence[OffloadKey]) -> tuple[ReqContext, Sequence[OffloadKey], float]:
-        return ReqContext(f"call {next(self._names)}"), tuple(keys), self._clock()
+        return ReqContext(f"call {next(self._names)}"), tuple(keys), time.monotonic()
 
     def _await(self, call: _Call, copy: CopyBlock | None, due: float | None) -> list[bool]:
         """Post a call, copy what it lends, and return its results."""
@@ -265,7 +259,7 @@ class BlockExchange(ManagerMailbox):
         self._mailbox.put((self._begin, (call,)))
         due = call.began + self._deadline if due is None else due
         try:
-            while (left := due - self._clock()) > 0 and not self.failed:
+            while (left := due - time.monotonic()) > 0 and not self.failed:
                 try:
                     loan = call.replies.get(timeout=min(left, LOOK_SECONDS))
                 except Empty:

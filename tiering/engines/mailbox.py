@@ -48,7 +48,6 @@ class ManagerMailbox(ABC):
         logger: the engine's logger.
         patience: seconds for which :meth:`stop` waits for the thread: more than the manager's own deadline.
         on_events: takes the manager's events, on the thread; default: they are not read.
-        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -59,16 +58,15 @@ class ManagerMailbox(ABC):
         *,
         patience: float,
         on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats: Mapping[str, Any] = {}
         """Statistics of the manager, read every :data:`STATS_SECONDS`."""
-        self._manager = manager
+        self.manager = manager
+        """The manager; only this object's thread uses it."""
         self._engine = engine
         self._logger = logger
         self._patience = patience
         self._on_events = on_events
-        self._clock = clock
         announced = all(tier.traits.announces_news for tier in manager.secondary_tiers)
         self._longest = LONGEST_SLEEP if announced else SILENT_SLEEP
         self._mailbox: SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = SimpleQueue()
@@ -109,7 +107,7 @@ class ManagerMailbox(ABC):
     # ------------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        with self._manager.news.listening(self._wake):
+        with self.manager.news.listening(self._wake):
             sleep = 0.0
             while not self._ended:
                 try:
@@ -135,12 +133,12 @@ class ManagerMailbox(ABC):
         if self._ended or self._failed:
             return IDLE_SLEEP
         sleep = self._work()
-        self._manager.on_schedule_end()  # submits the promotions that the lookups have begun
-        if self._on_events is not None and (events := self._manager.take_events()):
+        self.manager.on_schedule_end()  # submits the promotions that the lookups have begun
+        if self._on_events is not None and (events := self.manager.take_events()):
             self._on_events(events)
-        if (now := self._clock()) >= self._stats_at:
-            self.stats, self._stats_at = self._manager.get_stats(), now + STATS_SECONDS
-        if sleep == IDLE_SLEEP and self._manager.has_pending_work():
+        if (now := time.monotonic()) >= self._stats_at:
+            self.stats, self._stats_at = self.manager.get_stats(), now + STATS_SECONDS
+        if sleep == IDLE_SLEEP and self.manager.has_pending_work():
             return self._longest
         return sleep
 

@@ -232,7 +232,7 @@ def test_an_error_of_the_thread_fails_jobs_and_lookups_and_nothing_waits(
         def fail(*_: Any, **__: Any) -> Any:
             raise ValueError("a defect")
 
-        monkeypatch.setattr(type(driver.tier._thread._manager), "prepare_store", fail)
+        monkeypatch.setattr(type(driver.tier._thread.manager), "prepare_store", fail)
         assert driver.store(keys, range(4), ctx).successful_keys == ()
         assert "a defect" in caplog.text
         assert driver.look_up(keys, ctx) == ["MISS"] * 4
@@ -258,8 +258,8 @@ def test_a_request_whose_name_another_one_takes_again_does_not_end_it(
         again = driver.begin("name")
         driver.until(lambda: late in driver.results)
         driver.tier.drain_jobs()
-        assert set(driver.tier._thread._manager._known) >= {"name"}
-        assert not driver.tier._thread._manager._known["name"].finished
+        assert set(driver.tier._thread.manager._known) >= {"name"}
+        assert not driver.tier._thread.manager._known["name"].finished
         for one in (other, again):
             driver.tier.on_request_finished(one)
 

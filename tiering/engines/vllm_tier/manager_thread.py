@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from typing import Any
@@ -84,7 +84,6 @@ class ManagerThread(ManagerMailbox):
         patience: seconds for which :meth:`stop` waits for the thread: more than the manager's own deadline.
         prefix_groups: the groups whose blocks vLLM looks up from the first one on and uses up to the first miss.
         reads_events: True if :attr:`events` are taken.
-        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -96,10 +95,9 @@ class ManagerThread(ManagerMailbox):
         patience: float,
         prefix_groups: Collection[int] = (),
         reads_events: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         on_events = self._take_events if reads_events else None
-        super().__init__(manager, "vLLM's own tiering", logger, patience=patience, on_events=on_events, clock=clock)
+        super().__init__(manager, "vLLM's own tiering", logger, patience=patience, on_events=on_events)
         self.results: deque[JobResult] = deque()
         """Results of the jobs that have ended; the reader removes them."""
         self.events: deque[OffloadingEvent] = deque()
@@ -143,7 +141,7 @@ class ManagerThread(ManagerMailbox):
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Make blocks recent in all tiers."""
-        self._mailbox.put((self._manager.touch, (keys, ctx)))
+        self._mailbox.put((self.manager.touch, (keys, ctx)))
 
     def finish(self, ctx: ReqContext) -> None:
         """End a request, once its stores have ended."""
@@ -182,7 +180,7 @@ class ManagerThread(ManagerMailbox):
     def _begin(self, ctx: ReqContext, answers: Answers) -> None:
         self._lookups[ctx.req_id] = _Lookups(ctx, answers)
         if not self._failed:
-            self._manager.on_new_request(ctx)
+            self.manager.on_new_request(ctx)
 
     def _look_up(self, req_id: str, keys: Sequence[OffloadKey]) -> None:
         if (lookups := self._lookups.get(req_id)) is None:
@@ -201,7 +199,7 @@ class ManagerThread(ManagerMailbox):
     def _answer(self) -> None:
         """Answer the lookups that are decided now."""
         for lookups in list(self._waiting.values()):
-            if lookups.is_new or not self._manager.still_pending(lookups.ctx):
+            if lookups.is_new or not self.manager.still_pending(lookups.ctx):
                 lookups.is_new = False
                 self._search(lookups)
                 if not lookups.runs:
@@ -224,7 +222,7 @@ class ManagerThread(ManagerMailbox):
     def _search_prefix(self, lookups: _Lookups, run: Sequence[OffloadKey], room: int) -> Sequence[OffloadKey]:
         """Answer for blocks that are of use up to the first miss, and return those that are undecided."""
         keys = run[:room]
-        match = self._manager.match_prefix(keys, lookups.ctx)
+        match = self.manager.match_prefix(keys, lookups.ctx)
         ready = self._readable.leading(keys)
         self._hit(lookups, keys[:ready])
         if match.pending or ready == len(keys):
@@ -235,7 +233,7 @@ class ManagerThread(ManagerMailbox):
     def _search_each(self, lookups: _Lookups, run: Sequence[OffloadKey], room: int) -> Sequence[OffloadKey]:
         """Answer for blocks that are of use one by one, and return those that are undecided."""
         keys = run[:room]
-        found = [self._manager.lookup(key, lookups.ctx) for key in keys]
+        found = [self.manager.lookup(key, lookups.ctx) for key in keys]
         self._hit(lookups, [key for key, held in zip(keys, found, strict=True) if held])
         lookups.answers.update((key, False) for key, held in zip(keys, found, strict=True) if held is False)
         return [*(key for key, held in zip(keys, found, strict=True) if held is None), *run[len(keys) :]]
@@ -255,8 +253,8 @@ class ManagerThread(ManagerMailbox):
             left = [key for key, at in lookups.ready.items() if step >= at + 2]
             deque(map(lookups.ready.pop, left), maxlen=0)
             if held := [key for key in left if key in self._readable]:
-                self._manager.prepare_load(held, lookups.ctx)
-                self._manager.complete_load(held, lookups.ctx)
+                self.manager.prepare_load(held, lookups.ctx)
+                self.manager.complete_load(held, lookups.ctx)
             if left:
                 self._search_again(lookups)
 
@@ -269,12 +267,12 @@ class ManagerThread(ManagerMailbox):
     def _end_request(self, ctx: ReqContext) -> None:
         """End a request whose stores have ended, unless another one of its name has begun."""
         if not self._failed and ctx.req_id not in self._lookups:
-            self._manager.on_request_finished(ctx)
+            self.manager.on_request_finished(ctx)
 
     # ----------------------------------------------------------------------------------------------------------- copies
 
     def _submit(self, job: TransferJob) -> None:
-        copying = _Copying(job, self._clock())
+        copying = _Copying(job, time.monotonic())
         if self._failed:
             self._end(copying)
         elif job.is_promotion:
@@ -310,11 +308,11 @@ class ManagerThread(ManagerMailbox):
         good = [number for number, key in enumerate(keys, start) if key in self._readable]
         chosen = [job.keys[number] for number in good]
         if chosen:
-            spec = self._manager.prepare_load(chosen, job.req_context)
+            spec = self.manager.prepare_load(chosen, job.req_context)
             try:
                 self._copy(spec.block_ids, job.block_ids[good], load=True)
             finally:
-                self._manager.complete_load(chosen, job.req_context)
+                self.manager.complete_load(chosen, job.req_context)
             copying.done += chosen
             copying.bytes += len(chosen) * self._bytes
         if (lookups := self._lookups.get(job.req_context.req_id)) is not None:
@@ -326,8 +324,8 @@ class ManagerThread(ManagerMailbox):
         """Copy a part of a store, and return True, or False if there is no room yet."""
         job, start = copying.job, copying.position
         keys = job.keys[start : start + self._part]
-        is_last = self._clock() >= copying.began + ROOM_PATIENCE
-        output = self._manager.prepare_store(keys, job.req_context, is_last=is_last)
+        is_last = time.monotonic() >= copying.began + ROOM_PATIENCE
+        output = self.manager.prepare_store(keys, job.req_context, is_last=is_last)
         if output is None and not is_last:
             return False
         copying.position = start + len(keys)
@@ -340,7 +338,7 @@ class ManagerThread(ManagerMailbox):
                 self._copy(output.store_spec.block_ids, [row_of[key] for key in new], load=False)
                 copied = True
             finally:
-                self._manager.complete_store(new, job.req_context, copied)
+                self.manager.complete_store(new, job.req_context, copied)
             copying.bytes += len(new) * self._bytes
         copying.done += keys
         return True
@@ -358,7 +356,7 @@ class ManagerThread(ManagerMailbox):
     def _end(self, copying: _Copying) -> None:
         job, done = copying.job, copying.done
         success = len(done) == len(job.keys)
-        seconds = self._clock() - copying.began
+        seconds = time.monotonic() - copying.began
         self.results.append(JobResult(job.job_id, success, None if success else tuple(done), copying.bytes, seconds))
 
     def _fail_jobs(self) -> None:
@@ -382,7 +380,7 @@ class ManagerThread(ManagerMailbox):
                 lookups.ready.clear()
             self._waiting.clear()
             if not self._failed:
-                self._manager.reset_cache()
+                self.manager.reset_cache()
         finally:
             done.set()
 
@@ -391,9 +389,9 @@ class ManagerThread(ManagerMailbox):
         try:
             while not self._failed and (self._loads or self._stores):
                 if not self._copy_part():
-                    self._manager.on_schedule_end()
+                    self.manager.on_schedule_end()
                     time.sleep(SILENT_SLEEP)
         finally:
             self._theirs = self._ours = None
             self._fail_jobs()
-            self._manager.shutdown()
+            self.manager.shutdown()
