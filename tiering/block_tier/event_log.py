@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import Protocol
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
@@ -17,6 +18,19 @@ MAX_ANNOUNCED = 1 << 20
 
 The oldest beyond it are announced as removed.
 """
+
+
+class BlockNotes(Protocol):
+    """Notes of the blocks that a tier alone writes and holds, which are always up to date."""
+
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that the tier holds ``keys``; it may have held some of them before."""
+
+    def removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that the tier does not hold ``keys`` any more."""
+
+    def clear(self) -> None:
+        """Note that the tier holds nothing."""
 
 
 class EventLog:
@@ -41,9 +55,13 @@ class EventLog:
         self._enabled = enabled
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._events = EventQueue()
+        self.notes: BlockNotes | None = None
+        """Notes of the blocks, which are kept also if the log collects nothing."""
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are readable on the medium."""
+        if self.notes is not None:
+            self.notes.stored(keys)
         if not self._enabled or not keys:
             return
         if self._announced is None:
@@ -63,6 +81,8 @@ class EventLog:
             keys: the blocks.
             evicted: True if they were evicted for room; default False.
         """
+        if self.notes is not None:
+            self.notes.removed(keys)
         if not self._enabled or not keys:
             return
         gone = list(keys)
@@ -78,6 +98,8 @@ class EventLog:
         ``tables`` have all keys that the index held, and are not used again. The cost does not depend on their
         number.
         """
+        if self.notes is not None:
+            self.notes.clear()
         if self._enabled and self._announced is not None:
             DISPOSAL.add(tables)
             tables, self._announced = [self._announced], OrderedDict()

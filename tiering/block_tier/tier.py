@@ -18,7 +18,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
-from tiering.block_tier.event_log import EventLog
+from tiering.block_tier.event_log import BlockNotes, EventLog
 from tiering.block_tier.hint_documents import Descriptions, HintDocuments, HotKeys
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
 from tiering.block_tier.life import PlacePrefix, TierLife
@@ -154,6 +154,10 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._hits = 0
         self._misses = 0
         inert_in_children(self, InertTier)
+
+    def note_blocks(self, notes: BlockNotes) -> None:
+        """Keep ``notes`` of the blocks held from now on; the tier is not open yet, and its medium is not shared."""
+        self._events.notes = notes
 
     # -------------------------------------------------------------------------------------------------- for subclasses
 

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from tiering.errors import StoreError, TieringError
+from tiering.errors import RegionError, StoreError, TieringError
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
+from tiering.machine.presence import Presence
 
 _log = logging.getLogger("kv_tiering.machine")
 
@@ -90,6 +91,8 @@ class ServiceSocket:
         """Descriptor that is readable once the service's process is dead; -1 if there is none."""
         self.released = False
         """True once the service has bidden farewell."""
+        self.presence: Presence | None = None
+        """The tier's blocks; None: the service has to be asked."""
 
     def send(self, message: bytes) -> bool:
         """Send a message without waiting, and return False if the socket is full."""
@@ -162,7 +165,9 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
         connection = ServiceSocket(peer)
         ((message, _),) = messages([pack(Record(Kind.HELLO, text=text))], 0)
         socket.send_fds(peer, [message], list(fds))
-        answer = peer.recv(MAX_MESSAGE + 1)
+        answer, found, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if found:
+            connection.presence = _presence(found)
         if not answer:
             raise ConnectionResetError("the service closed the connection")
         records = read(answer, 0)
@@ -182,6 +187,18 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
             connection.close()
         raise
     return connection
+
+
+def _presence(fds: Sequence[int]) -> Presence | None:
+    """Map what a service has sent, and close the descriptors; None if this version cannot read it."""
+    try:
+        return Presence(fds[0])
+    except (OSError, RegionError, ValueError) as error:
+        _log.warning("the blocks of the service's tier cannot be read, only asked for: %s", error)
+        return None
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 class Link:

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Protocol
 
 from tiering.api.namespace import Namespace
+from tiering.block_tier.tier import BlockTier
 from tiering.errors import TieringError
 from tiering.machine.engine_jobs import Engine
 from tiering.machine.hosted import HostedTier
 from tiering.machine.messages import MessageError
+from tiering.machine.presence import PresenceTable
 from tiering.machine.rows import RowSpace
 from tiering.machine.words import START, revision_of
 from tiering.runtime.news import News
@@ -86,6 +88,8 @@ class HostedNamespace:
         """Names of the tiers that broke their contract."""
         self.peers: list[Member] = []
         """The connections of its engines."""
+        self.presence: dict[str, PresenceTable] = {}
+        """The blocks of each tier whose medium is not shared, for the engines to read."""
         self._builders = builders
         self._copiers = copiers
         self._wake = wake
@@ -121,6 +125,8 @@ class HostedNamespace:
                 )
                 tier = build(context)
                 undo.callback(tier.shutdown, self._clock())
+                if isinstance(tier, BlockTier) and not tier.index.shared:
+                    self._note_blocks(name, tier)
                 state = START if private else weights
                 tiers[name] = HostedTier(
                     tier,
@@ -138,6 +144,24 @@ class HostedNamespace:
             self._news.enter_context(news.listening(self._wake))
         self.tiers = tiers
         self.broken.clear()
+
+    def _note_blocks(self, name: str, tier: BlockTier) -> None:
+        """Let engines read what a new tier holds; those that are connected have mapped the notes of the tier before."""
+        if name in self.presence:
+            self.presence[name].clear()
+        else:
+            try:
+                self.presence[name] = PresenceTable(name)
+            except (OSError, TieringError) as error:
+                _log.warning("tier %s: engines send a message for what they could read: %s", name, error)
+                return
+        tier.note_blocks(self.presence[name])
+
+    def close(self) -> None:
+        """Give the memory back, after the tiers were closed."""
+        self.rows.close()
+        for table in self.presence.values():
+            table.close()
 
     def guarded(self, hosted: HostedTier, method: Callable[[], object]) -> None:
         """Call a method that calls a tier, and take a tier that raises out of service until a restart."""

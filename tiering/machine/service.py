@@ -237,7 +237,7 @@ class MachineService:
         if ended:
             self.regions.close()
             for space in self._namespaces.values():
-                space.rows.close()
+                space.close()
         else:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
@@ -360,6 +360,9 @@ class MachineService:
             peer.hosted.engines.append(peer)
             space.peers.append(peer)
             _log.info("%s uses the tier %s, namespace %s", peer.name, peer.tier, space.name)
+            if (presence := space.presence.get(peer.tier)) is not None:
+                self._welcome(peer, (presence.fd,))
+                return
         self._welcome(peer, ())
 
     def _welcome(self, peer: Peer, fds: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """One tier of the service of this machine, as an engine's manager uses it.
 
 The scheduler's thread appends records and sends them at the end of a step; it takes what has come from the link's
-queue. It waits for nothing. What the tier holds is asked once per prefix, and kept for a short time
-(:class:`~tiering.index.shared.SharedIndex`).
+queue. It waits for nothing. What the tier holds is read (:class:`~tiering.machine.presence.Presence`), or, on a shared
+medium, asked once per prefix, and kept for a short time (:class:`~tiering.index.shared.SharedIndex`).
 
 A job is in flight until the service has reported it. If the connection ends before, the service may still write into
 the rows: the job stays in flight, and its rows stay out of use, until the link has proved that the service is dead.
@@ -153,18 +153,19 @@ class MachineTier(TierIntake, SecondaryTierManager):
         return None if undecided else held == 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
-        if not self.serving:
+        connection = self._connection
+        if not self.serving or connection is None:
             return _NO
-        now = self._clock()
-        answer = self._index.lookup_prefix(keys, now)
+        if (presence := connection.presence) is not None:
+            answer = PrefixAnswer(presence.leading(keys), False)
+        else:
+            answer = self._index.lookup_prefix(keys, self._clock())
         self.stats.hits += answer.held
-        self.stats.queries += answer.held
         if answer.held != len(keys):
             if answer.undecided:
-                self._ask(now)
+                self._ask(self._clock())
             else:
                 self.stats.misses += 1
-                self.stats.queries += 1
         return answer
 
     def _ask(self, now: float) -> None:
@@ -400,7 +401,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def _end(self, number: int, arrived: bytes | Sequence[int]) -> None:
         """End a job; ``arrived`` has a truth value for each key, or is empty if none has arrived."""
         job, _ = self._jobs.pop(number)
-        now, keys, current = self._clock(), job.keys, self.serving
+        now, keys, connection = self._clock(), job.keys, self._connection
+        learns = self.serving and connection is not None and connection.presence is None
         if number in self._stale or len(arrived) != len(keys):
             self._stale.discard(number)
             arrived = bytes(len(keys))
@@ -411,14 +413,14 @@ class MachineTier(TierIntake, SecondaryTierManager):
             self.stats.promotions_failed += len(keys) - len(good)
             if now > job.deadline:
                 self.stats.loads_overdue += len(keys) - len(good)
-            if current:
+            if learns:
                 self._index.end_load(keys, _ANYWHERE * len(keys), [not here for here in arrived], now)
         else:
             self._stored_blocks -= len(keys)
             self.stats.cascades_active -= len(keys)
             self.stats.cascades += len(good)
             self.stats.cascades_failed += len(keys) - len(good)
-            if current and good:
+            if learns and good:
                 self._index.end_store(good, _ANYWHERE, [True] * len(good), now)
         self.stats.observe_job(now - job.submitted_at)
         self._finished.append(JobResult(number, len(good) == len(keys), good))
@@ -426,15 +428,11 @@ class MachineTier(TierIntake, SecondaryTierManager):
     # --------------------------------------------------------------------------------------- may block until a deadline
 
     def open(self, deadline: float) -> bool:
-        self._link.start()
-
-        def settled() -> bool:
-            self._poll()
-            if self._out:
-                self._flush()
-            return self.serving or (self._link.tried.is_set() and self._connection is None and not self._link.queue)
-
-        self._link.wait(settled, deadline - self._clock())
+        link = self._link
+        link.start()
+        self._wait(
+            lambda: self.serving or (link.tried.is_set() and self._connection is None and not link.queue), deadline
+        )
         return self.serving
 
     def drain(self, deadline: float) -> bool:
@@ -486,7 +484,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def get_stats(self) -> TierStats:
         """Return counters of this engine, and the medium's statistics, which all engines share."""
-        self.stats.lookups_late = self._index.late_lookups
+        self.stats.queries, self.stats.lookups_late = self.stats.hits + self.stats.misses, self._index.late_lookups
         if self._host is not None:
             self.stats.io_restarts = self._host.restarts
         return self._medium.added_to(replace(self.stats, job_latency=list(self.stats.job_latency)))
