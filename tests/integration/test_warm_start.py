@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import tiering
+from tests.fake_s3 import FakeS3
 from tests.patience import PATIENT
 from tests.servers import RawBucket, S3Endpoint, moto_server
 from tiering.block_tier.tier import BlockTier
@@ -172,24 +174,27 @@ def test_a_damaged_block_is_a_miss_of_the_warm_start(endpoint: S3Endpoint, bucke
         assert stat(second, "warm_start_missing") == 1
 
 
+@pytest.mark.parametrize(("words", "each"), [({"bytes": 6 * BLOCK_BYTES}, 6), ({}, len(K))])
 def test_eight_engines_that_start_at_once_download_no_more_than_each_ones_bound(
-    endpoint: S3Endpoint, bucket: RawBucket
+    fake: FakeS3, words: dict[str, Any], each: int
 ) -> None:
-    with opened(in_bucket(endpoint, bucket), **WARM) as first:
+    """The bucket counts; without ``bytes``, each engine downloads all blocks."""
+    tier = {"type": "s3", "bucket": fake.bucket, "endpoint_url": fake.endpoint, "prefix": "kv/", **PATIENT}
+    with opened(tier, **WARM) as first:
         serve(first, K)
-    bound = 6
-    words: dict[str, Any] = {"warm_start": {"bytes": bound * BLOCK_BYTES, "seconds": 30}}
-    engines = [opened(in_bucket(endpoint, bucket), **words) for _ in range(8)]
-    try:
+    fake.seen.clear()
+    with ExitStack() as undo:
+        engines = [opened(tier, warm_start={"seconds": 30, **words}) for _ in range(8)]
         for engine in engines:
-            engine.on_schedule_end()
-        assert [len(warmed(engine)) for engine in engines] == [bound] * 8
-        assert sum(engine.secondary_tiers[0].get_stats().read_bytes for engine in engines) <= 8 * bound * (
-            BLOCK_BYTES + 1024
-        )
-    finally:
-        for engine in engines:
-            engine.shutdown()
+            undo.callback(engine.shutdown)
+        while not all(tiering.wait_until_idle(engine, 0.0) for engine in engines):
+            for engine in engines:
+                engine.on_schedule_end()
+        assert [len(warmed(engine)) for engine in engines] == [each] * 8
+    blocks = [seen.name for seen in fake.asked("GET") if seen.name.startswith("kv/blocks/")]
+    assert len(blocks) == 8 * each
+    documents = [seen.name for seen in fake.asked("GET") if "/documents/hot-" in seen.name]
+    assert len(documents) == 8
 
 
 def test_a_reset_of_the_weights_leaves_nothing_to_start_from(tmp_path: Path) -> None:
