@@ -30,8 +30,9 @@ from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
 from tiering.machine.counts import Medium
 from tiering.machine.link import PROOF_SECONDS, Happening, Link, ServiceSocket, TierHost
-from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record, messages, pack
+from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.options import MachineTierOptions
+from tiering.machine.outbox import Outbox
 from tiering.machine.words import START, UNKNOWN_EPOCH, Greeting, private_weights, read_state, revision_weights
 from tiering.runtime.forks import inert_in_children
 from tiering.secondary.contract import (
@@ -56,9 +57,6 @@ OFFER_AGAIN = 30.0
 
 LOAD_PART = 16
 """Largest number of blocks of one load job; at the deadline, the parts that have arrived count."""
-
-MOST_WAITING = 1 << 20
-"""Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
 
 _RESULT, _STATE, _ANSWER, _WANTED = map(int, (Kind.RESULT, Kind.STATE, Kind.ANSWER, Kind.WANTED))
 """Kinds of records, without the cost of an attribute of an enumeration."""
@@ -111,8 +109,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._jobs: dict[int, tuple[TransferJob, ServiceSocket]] = {}
         self._stale: set[int] = set()
         self._finished: list[JobResult] = []
-        self._out: list[bytes] = []
-        self._out_bytes = 0
+        self._out = Outbox(context.name)
         self._asked: dict[int, Probe] = {}
         self._asks = 0
         self._wanted: list[OffloadKey] = []
@@ -189,7 +186,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def credit(self, wanted: int, seconds: float) -> int | None:
         if not self.storing or self._state is None:
             return None  # what is queued is dropped
-        if self._out_bytes > MOST_WAITING:
+        if self._out.is_full:
             return 0
         return max(0, min(wanted, MAX_KEYS, self._state[4] - self._stored_blocks))
 
@@ -245,7 +242,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def _notice(self, kind: Kind, keys: Sequence[OffloadKey], req_context: ReqContext, flag: int = 0) -> None:
         """Write a notice, which is dropped if the service is slow or away."""
-        if self.serving and self._out_bytes <= MOST_WAITING:
+        if self.serving and not self._out.is_full:
             request = req_context.req_id.encode(errors="replace")[:1000]
             for first in range(0, max(1, len(keys)), MAX_KEYS):
                 self._write(Record(kind, flag=flag, text=request, keys=keys[first : first + MAX_KEYS]))
@@ -261,30 +258,12 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def _write(self, record: Record) -> bool:
         """Append a record to the step's messages; return False if it cannot be sent."""
-        if self._connection is None or self._out_bytes > MOST_WAITING:
-            return False
-        try:
-            packed = pack(record)
-        except MessageError as error:
-            _log.debug("tier %s: a record is not sent: %s", self.name, error)
-            return False
-        self._out.append(packed)
-        self._out_bytes += len(packed)
-        return True
+        return self._connection is not None and self._out.add(record)
 
     def _flush(self) -> None:
         """Send what fits into the socket, and keep the rest."""
-        connection = self._connection
-        if connection is None:
-            return
-        left: list[bytes] = self._out
-        sent = 0
-        for message, count in messages(left, connection.sent):
-            if not connection.send(message):
-                break
-            sent += count
-        del left[:sent]
-        self._out_bytes = sum(map(len, left))
+        if self._connection is not None:
+            self._out.send(self._connection)
 
     def _poll(self) -> None:
         """Process what has happened since the last call."""
@@ -303,7 +282,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
                 connection.socket.close()
                 self._connection = self._state = None
                 self._out.clear()
-                self._out_bytes = 0
                 self._change()
             else:
                 for number, (_, owner) in list(self._jobs.items()):

@@ -1,0 +1,62 @@
+"""The records of an engine that wait for room in the socket to the service."""
+
+from __future__ import annotations
+
+import logging
+
+from tiering.machine.link import ServiceSocket
+from tiering.machine.messages import MessageError, Record, messages, pack
+
+_log = logging.getLogger("kv_tiering.machine")
+
+MOST_WAITING = 1 << 20
+"""Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
+
+
+class Outbox:
+    """The packed records of one tier of one engine, in their order.
+
+    Args:
+        tier: name of the tier.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._records: list[bytes] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def is_full(self) -> bool:
+        """True if so much waits that nothing more is taken."""
+        return self._bytes > MOST_WAITING
+
+    def add(self, record: Record) -> bool:
+        """Append a record to the step's messages; return False if it cannot be sent."""
+        if self._bytes > MOST_WAITING:
+            return False
+        try:
+            packed = pack(record)
+        except MessageError as error:
+            _log.debug("tier %s: a record is not sent: %s", self._tier, error)
+            return False
+        self._records.append(packed)
+        self._bytes += len(packed)
+        return True
+
+    def send(self, connection: ServiceSocket) -> None:
+        """Send what fits into the socket, and keep the rest."""
+        sent = 0
+        for message, count in messages(self._records, connection.sent):
+            if not connection.send(message):
+                break
+            sent += count
+        del self._records[:sent]
+        self._bytes = sum(map(len, self._records))
+
+    def clear(self) -> None:
+        """Drop all records, because the connection has ended."""
+        self._records.clear()
+        self._bytes = 0
