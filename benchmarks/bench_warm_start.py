@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 from benchmarks.harness import Bench, Cell
 from tiering.config.stack_file import load_stack
-from tiering.manager import warm_start
 from tiering.replay.generate import generate
 from tiering.replay.model import ReplayModel
 from tiering.replay.readers import Trace
 from tiering.replay.replay import Replay
 from tiering.replay.stack import SimulatedFleet
 from tiering.replay.trace import TraceRequest
+from tiering.secondary import hot_prefixes
 
 BLOCK_BYTES = 1 << 20
 MODEL = ReplayModel(prefill_tokens_per_second=1e9)
@@ -68,7 +68,7 @@ def joined(
         if request.time < middle + WINDOW:
             shares[dice.randrange(OLD + (request.time >= middle))].append(request)
     fleet, later = SimulatedFleet(), SimulatedFleet()
-    with patch.object(warm_start, "PUBLISH_SECONDS", math.inf), patch.object(warm_start, "REFRESH_SECONDS", math.inf):
+    with patch.multiple(hot_prefixes, PUBLISH_SECONDS=math.inf, REFRESH_SECONDS=math.inf):
         # An engine publishes at its end: of the publications before, the next one would replace each.
         for share in shares[:OLD]:
             before = [request for request in share if request.time < middle]

@@ -28,7 +28,7 @@ from benchmarks.harness import Bench, Cell
 from benchmarks.slow_s3 import BUCKET, SlowS3, slow_s3
 from benchmarks.vllm_engine import BLOCK, ask, progress, prompt, running, settle, write_model
 from tests.vllm.rig import Engine, transfer_config
-from tiering.manager.warm_start import PUBLISH_SECONDS
+from tiering.secondary.hot_prefixes import PUBLISH_SECONDS
 
 LAYERS, HIDDEN, HEADS = 6, 512, 8
 SHAPE = {

@@ -13,12 +13,13 @@ import pytest
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.errors import RegionError
-from tiering.manager import warm_start
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.manager.warm_start import PUBLISH_SECONDS, REFRESH_SECONDS, VAIN_RUNS, WarmStartLimits
+from tiering.manager.warm_start import VAIN_RUNS, WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.primary.memory.region import SharedRegion
+from tiering.secondary import hot_prefixes
 from tiering.secondary.contract import TierHotKeys
+from tiering.secondary.hot_prefixes import PUBLISH_SECONDS, REFRESH_SECONDS
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
@@ -341,7 +342,7 @@ def test_refreshed_blocks_that_no_request_used_are_not_published() -> None:
 
 
 def test_the_prefixes_used_last_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_start, "MOST_USES", 10)
+    monkeypatch.setattr(hot_prefixes, "MOST_USES", 10)
     world = World()
     ctx = world.request("r")
     for start in (0, 4, 8):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -34,17 +33,9 @@ from tiering.manager.requests import Request
 from tiering.manager.tier_state import TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.secondary.hot_prefixes import HotPrefixes
 
 _log = logging.getLogger("kv_tiering.manager")
-
-MOST_USES = 1 << 17
-"""Largest number of uses of keys, the last ones, from which the hottest are chosen."""
-
-PUBLISH_SECONDS = 30.0
-"""Shortest time between two publications."""
-
-REFRESH_SECONDS = 300.0
-"""Time after which a publication is repeated though nothing has changed, because publications expire."""
 
 BATCH_SECONDS = 0.1
 """Time that a batch may take at the bandwidth."""
@@ -129,10 +120,7 @@ class WarmStart:
         self._stats = stats
         self._clock = clock
         self._states = [state for state in tiers.states if state.traits.hot_keys is not None]
-        self._chains: deque[tuple[OffloadKey, ...]] = deque()
-        self._uses = 0
-        self._changed = False
-        self._published = -math.inf
+        self._prefixes = HotPrefixes()
         self._row_bytes = (primary.get_kv_memoryview().shape or (0, 1))[1]
         self._left = limits.nbytes // self._row_bytes
         """Blocks that may still be begun."""
@@ -153,16 +141,14 @@ class WarmStart:
         """Record that a request used a prefix; left out if the request may not store it in all tiers."""
         if not keys or request is None or not request.policy.store or request.policy.tiers is not None:
             return
-        self._chains.append(keys[:MOST_USES])
-        self._uses += len(self._chains[-1])
-        while self._uses > MOST_USES:
-            self._uses -= len(self._chains.popleft())
-        self._changed = True
+        self._prefixes.used(keys)
+        for state in self._states:
+            if state.in_service and state.traits.hot_keys is not None:
+                self._tiers.call(state, state.traits.hot_keys.used, keys)
 
     def publish(self) -> None:
         """Let the tiers begin to write what the requests used."""
-        self._changed, self._published = False, self._clock()
-        chains = tuple(self._chains)
+        chains = self._prefixes.take(self._clock())
         for state in self._states:
             if chains and state.in_service and state.traits.hot_keys is not None:
                 self._tiers.call(state, state.traits.hot_keys.publish, chains)
@@ -180,7 +166,7 @@ class WarmStart:
     def step(self) -> bool:
         """Do what is due at the end of a step, and return False if nothing is due in the next ones."""
         now = self._clock()
-        if now >= self._published + (PUBLISH_SECONDS if self._changed else REFRESH_SECONDS) and self._chains:
+        if self._prefixes.is_due(now):
             self.publish()
         if self._is_over:
             self._order()
@@ -205,8 +191,7 @@ class WarmStart:
 
     def reset(self) -> None:
         """Drop what was used, gathered and loaded, because a reset empties all tiers; then gather anew."""
-        self._chains.clear()
-        self._uses, self._changed = 0, False
+        self._prefixes.clear()
         self._clear_owner()
         self._sources, self._loaded = [], []
         self._gathering = list(self._states)

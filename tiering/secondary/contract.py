@@ -258,8 +258,14 @@ class TierIntake:
 class TierHotKeys:
     """Part of a tier that keeps the keys which engines use most, for engines that start later.
 
-    Both methods return at once. What they return is a hint, which the manager does not trust. The defaults keep none.
+    All methods return at once. What they return is a hint, which the manager does not trust. The defaults keep none.
     """
+
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that a request used a prefix which may be published.
+
+        The default does nothing, because :meth:`publish` gets the same prefixes together.
+        """
 
     def publish(self, chains: Sequence[Sequence[OffloadKey]]) -> None:
         """Begin to replace what this engine has published, if the tier can do so now.
