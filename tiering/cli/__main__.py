@@ -25,21 +25,21 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from tiering.cli.app import INTERRUPTED, run
-    except ModuleNotFoundError as error:
-        if error.name not in NEEDED:
-            raise
-        sys.stderr.write(
-            f"kv-tiering: the command line needs the package {error.name}; install kv-tiering with its extra cli "
-            "(in a clone: pip install '.[cli]')\n"
-        )
-        sys.exit(2)
-    code = INTERRUPTED
-    try:
+
+        code = INTERRUPTED
         if heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run()
         if heard:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in NEEDED:
+            raise
+        sys.stderr.write(
+            f"kv-tiering: the command line needs the package {error.name}; install kv-tiering with its extra cli "
+            "(in a clone: pip install '.[cli]')\n"
+        )
+        code = 2
     except KeyboardInterrupt:
         # It came between the run and the change of the handler.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -99,15 +99,10 @@ def parse(text: str, at: float) -> Sample:
         at: time of the sample in monotonic seconds.
 
     Raises:
-        ConfigError: prometheus_client is not installed.
         PermanentStoreError: ``text`` has no metrics of this project.
     """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise ConfigError(
-            "top needs prometheus_client; install kv-tiering with its extra cli (in a clone: pip install '.[cli]')"
-        ) from error
+    from prometheus_client.parser import text_string_to_metric_families
+
     sample = Sample(at)
     try:
         for family in text_string_to_metric_families(text):

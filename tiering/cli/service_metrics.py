@@ -81,18 +81,13 @@ def endpoint(address: str, look: Callable[[float], ServiceLook]) -> Iterator[int
         look: as in :class:`ServiceCollector`.
 
     Raises:
-        ConfigError: the address is none, cannot be listened on, or prometheus_client is not installed.
+        ConfigError: the address is none or cannot be listened on.
     """
+    from prometheus_client import CollectorRegistry, start_http_server
+
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found["port"]) >= 1 << 16:
         raise ConfigError(f"--metrics: {address!r} is no address; write it like 127.0.0.1:9400")
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError as error:
-        raise ConfigError(
-            "--metrics needs prometheus_client; install kv-tiering with its extra cli (in a clone: "
-            "pip install '.[cli]')"
-        ) from error
     registry = CollectorRegistry()
     registry.register(ServiceCollector(look))
     try:
