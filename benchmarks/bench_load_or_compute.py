@@ -5,17 +5,28 @@ simulated time; the engine's steps and the medium are modelled. At full speed, t
 200,000 tokens a second. Each request has a prefix of its own, which only the tier holds. Lengths have a Pareto
 distribution of shape 1.5, up to eight medians. The load is the share of time that the engine would compute without a
 tier. The first three requests of a run are left out: until one has been computed, the engine's speed is not known.
+A fresh engine has cells of its own, of ten requests each: it knows neither speed, so that no choice can be as good as
+the better one, and the assumed speed of the engine bounds what that costs (tiering/connector/prefill.py).
 *auto by better* compares the means of all other requests; below 0%, the choice is better than both, because the speed
 changes or both do a part. The tables are those of the first of five seeds; the targets are those of all.
 """
 
 from __future__ import annotations
 
-from benchmarks.gate_model import LENGTHS, Cell, Comparison, compare, grid
+from collections.abc import Sequence
+from statistics import mean
+
+from benchmarks.gate_model import FRESH, LENGTHS, Cell, Cold, Comparison, cold, cold_grid, compare, grid
 from benchmarks.harness import Bench
 
 SEEDS = 5
 """Seeds of the grid."""
+
+MOST_TIMES = 6.5
+"""Largest quotient of the first prompt's time and the better one.
+
+Six by the assumed speed, and what whole steps add.
+"""
 
 
 def _speeds(cell: Cell) -> str:
@@ -40,6 +51,33 @@ def run(bench: Bench) -> None:
         "",
     )
     bench.target("mean regret", 100 * sum(one.regret for one in compared) / len(compared), 3.0, "max", "%")
+
+    fresh = [cold(cell, seed) for seed in range(1 if bench.quick else 2) for cell in cold_grid()]
+    speeds = sorted({one.cell.speeds for one in fresh}, reverse=True)
+    bench.table(
+        f"A fresh engine: times of the first prompt and of the first {FRESH} by the better one, mean and largest",
+        ("prefill tokens/s", *(f"tier's speed {speed:g}" for (speed,) in speeds)),
+        [
+            (
+                f"{prefill:,.0f}",
+                *(
+                    _fresh([one for one in fresh if one.cell.prefill == prefill and one.cell.speeds == speed])
+                    for speed in speeds
+                ),
+            )
+            for prefill in sorted({one.cell.prefill for one in fresh})
+        ],
+    )
+    bench.target(
+        "first prompt of a fresh engine, by the better one", max(x.first for x in fresh), MOST_TIMES, "max", "x"
+    )
+    of_ten = 100.0 * (mean(max(1.0, one.mean) for one in fresh) - 1.0)
+    bench.target(f"mean regret of its first {FRESH} prompts", of_ten, 15.0, "max", "%")
+
+
+def _fresh(cells: Sequence[Cold]) -> str:
+    firsts, means = [one.first for one in cells], [one.mean for one in cells]
+    return f"{mean(firsts):.2f}, {max(firsts):.2f} / {mean(means):.2f}, {max(means):.2f}"
 
 
 def _row(one: Comparison) -> tuple[str, ...]:

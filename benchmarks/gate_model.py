@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -37,7 +38,12 @@ TAIL_TOKENS = 48
 ANSWER_TOKENS = 5
 """Tokens of each answer."""
 WARM_UP = 3
-"""First requests of each run, which are left out: the engine's speed is not known yet."""
+"""First requests of each run, which are left out: the engine's speed is not known yet.
+
+:func:`cold` has them.
+"""
+FRESH = 10
+"""Requests of a fresh engine that :func:`cold` compares."""
 PREFILLS = (2_000.0, 10_000.0, 50_000.0)
 LENGTHS = (512, 4_096, 16_384)
 LOADS = (0.1, 0.5)
@@ -229,10 +235,14 @@ class GateModel:
         return first if first < math.inf else 0.0
 
 
+def waits(cell: Cell, policy: Policy, seed: int = 0) -> list[float]:
+    """Return the seconds to the first token of all requests of a cell, in the order of their arrival."""
+    return [wait for _, wait, _ in sorted(GateModel(cell, policy, seed).run())]
+
+
 def mean_wait(cell: Cell, policy: Policy, seed: int = 0) -> float:
     """Return the mean seconds to the first token in a cell, without the first requests."""
-    ended = sorted(GateModel(cell, policy, seed).run())[WARM_UP:]
-    return math.fsum(wait for _, wait, _ in ended) / len(ended)
+    return mean(waits(cell, policy, seed)[WARM_UP:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,5 +284,34 @@ def grid(requests: int, prefills: Sequence[float] = PREFILLS, lengths: Sequence[
         for prefill in prefills
         for speeds in SPEEDS
         for tokens in lengths
+        for load in LOADS
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Times of the first prompts of a fresh engine, divided by those of the better one of never and always."""
+
+    cell: Cell
+    first: float
+    """Quotient of the times to the first token of the first prompt."""
+    mean: float
+    """Quotient of the mean times of the first :data:`FRESH` prompts."""
+
+
+def cold(cell: Cell, seed: int = 0) -> Cold:
+    """Return the comparison of a fresh engine, which knows neither its own speed nor the tier's."""
+    never, always, auto = (waits(cell, policy, seed) for policy in ("never", "always", "auto"))
+    return Cold(cell, auto[0] / min(never[0], always[0]), mean(auto) / min(mean(never), mean(always)))
+
+
+def cold_grid() -> list[Cell]:
+    """Return the cells of fresh engines, with a slower engine besides."""
+    return [
+        Cell(prefill, speeds, tokens, load, FRESH)
+        for prefill in (500.0, *PREFILLS)
+        for speeds in SPEEDS
+        if len(speeds) == 1
+        for tokens in LENGTHS
         for load in LOADS
     ]

@@ -13,7 +13,8 @@ are emptied before each. Requests with a choice of tiers are never controls.
 what the choices cost beside the better one: the mean of both medians, each with its share of the requests, and for
 those that were cut off, their own times. If it is beyond the bound, the cell is missed, unless other work on the
 machine hides which one is better: then in less than 90% of all pairs of a load and a computation, the better one was
-faster, and the cell is open. Requests of the first five seconds of a cell, whose tier has just changed, do not count.
+faster, and the cell is open. The speeds of a length and load come in turns from fast to slow and back. The first eight
+seconds of a cell do not count, nor do fifteen if its tier has become faster.
 
 *Changes*: a tier that goes from full speed to a part of it and back, under one request after another. Full speed is
 that of the present machine. The tier is left at the last request that waited for it, and used again from the first
@@ -49,12 +50,14 @@ RULES = ("never", "always", "auto")
 FULL_SPEED = 0.1
 """Time of a block at full speed, as a part of the time of computing it."""
 ROUNDS = 4
-SETTLE_SECONDS = 5.0
-BAD = (0.03, 0.01)
+SETTLE_SECONDS = 8.0
+RISE_SECONDS = 15.0
+"""Seconds that do not count once the tiers have become faster, within which they are used again."""
+BAD = (0.01,)
 """Parts of the full speed to which a tier changes."""
 CHANGES = 1
 """Times that it changes to each."""
-BAD_SECONDS = 25.0
+BAD_SECONDS = 15.0
 STEADY = 8
 """Requests in a row that must load until the tier counts as used again."""
 CLEAR = 0.9
@@ -109,6 +112,7 @@ class Change:
 def run(bench: Bench) -> None:
     cells: dict[tuple[str, int, float, bool], Measured] = {}
     changes: dict[tuple[str, float], list[Change]] = {}
+    rounds = bench.rounds or (1 if bench.quick else ROUNDS)
     for name, words in MODELS.items():
         heads = words["num_attention_heads"]
         model = write_model(bench.directory / name, num_key_value_heads=heads, **words)
@@ -118,11 +122,10 @@ def run(bench: Bench) -> None:
             for tokens in LENGTHS[:1] if bench.quick else LENGTHS:
                 for loaded in LOADS:
                     for speed in speeds:
-                        cells[name, tokens, speed, loaded] = subject.cell(
-                            tokens, speed, loaded, 1 if bench.quick else ROUNDS
-                        )
-            for speed in BAD[1:] if bench.quick else BAD:
-                changes[name, speed] = [subject.change(speed) for _ in range(1 if bench.quick else CHANGES)]
+                        cells[name, tokens, speed, loaded] = subject.cell(tokens, speed, loaded, rounds)
+                    speeds = speeds[::-1]
+            for speed in BAD:
+                changes[name, speed] = [subject.change(speed) for _ in range(CHANGES)]
     report(bench, cells, changes)
 
 
@@ -156,6 +159,7 @@ class Subject:
         self._engine = engine
         self._prompts = {tokens: [prompt(10 * tokens + number, tokens) for number in range(4)] for tokens in LENGTHS}
         self._numbers = count()
+        self._speed = 1.0
         times = []
         for tokens, prompts in self._prompts.items():
             for one in prompts:
@@ -170,8 +174,8 @@ class Subject:
 
     def cell(self, tokens: int, speed: float, loaded: bool, rounds: int) -> Measured:
         """Measure one length at one speed, once ``auto`` has had some time to find out about it."""
+        end = time.monotonic() + (RISE_SECONDS if speed > self._speed else SETTLE_SECONDS)
         self._set_speed(speed)
-        end = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < end:
             self._ask("auto", tokens, loaded)
         measured = Measured()
@@ -182,7 +186,8 @@ class Subject:
                 if rule == "auto":
                     measured.chosen.append(chosen)
         shown = ", ".join(f"{rule} {1e3 * statistics.median(values):.0f}" for rule, values in measured.ttft.items())
-        progress(f"{tokens} tokens, speed {speed:g}, load {loaded}: {shown} ms, {Counter(measured.chosen)}")
+        chosen = Counter(measured.chosen).most_common()
+        progress(f"{tokens} tokens, speed {speed:g}, load {loaded}: {measured.verdict}: {shown} ms, {chosen}")
         return measured
 
     def change(self, speed: float) -> Change:
@@ -233,7 +238,7 @@ class Subject:
             raise RuntimeError("the engine's own cache is in use")
 
     def _set_speed(self, speed: float) -> None:
-        delay = FULL_SPEED * self._block_seconds / speed
+        self._speed, delay = speed, FULL_SPEED * self._block_seconds / speed
         for rule in RULES:
             chaos = ChaosTier.built[rule].chaos
             chaos._plan = replace(chaos._plan, gets={Fault.DELAY: 1.0}, delay=delay)

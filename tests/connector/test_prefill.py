@@ -11,7 +11,7 @@ from tests.connector.fakes import FakeManager, FakeRequest, FakeSchedulerOutput,
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from tiering.connector.groups import build_groups
-from tiering.connector.prefill import PrefillSpeed
+from tiering.connector.prefill import ASSUMED_SPEED, PrefillSpeed
 from tiering.testing.clock import FakeClock
 
 TOKEN, STEP = 0.001, 0.02
@@ -21,6 +21,7 @@ class Noting(FakeManager):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[Sequence[float]] = []
+        self.assumed: list[bool] = []
         self.measured: list[str] = []
         self.first_tokens: list[tuple[str, float]] = []
 
@@ -30,8 +31,9 @@ class Noting(FakeManager):
     def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
         self.first_tokens.append((req_context.req_id, prefill_seconds))
 
-    def note_compute(self, seconds: Sequence[float]) -> None:
+    def note_compute(self, seconds: Sequence[float], *, is_assumed: bool = False) -> None:
         self.noted.append(seconds)
+        self.assumed.append(is_assumed)
 
 
 class Rig:
@@ -68,10 +70,12 @@ def rig() -> Rig:
     return Rig(None)
 
 
-def test_nothing_is_known_before_the_first_prompt(rig: Rig) -> None:
-    assert rig.manager.noted == [[0.0]]
+def test_a_speed_is_assumed_before_the_first_prompt(rig: Rig) -> None:
+    assert rig.manager.noted == [[4 / ASSUMED_SPEED]]
     rig.step({"a": 1, "b": 1}, 0.02)
-    assert len(rig.manager.noted) == 1
+    assert rig.manager.assumed == [True]
+    rig.step({"a": 100}, 0.2)
+    assert rig.manager.assumed == [True, False]
 
 
 def test_prompts_of_several_requests_count_together_and_without_the_fixed_part(rig: Rig) -> None:
@@ -183,7 +187,7 @@ def test_steps_without_tokens_and_reports_without_steps_change_nothing(rig: Rig)
     rig.built({})
     rig.speed.ended()
     rig.speed.ended()
-    assert rig.manager.noted == [[0.0]]
+    assert rig.manager.assumed == [True]
 
 
 def test_an_engine_that_reports_no_steps_keeps_few_of_them(rig: Rig) -> None:

@@ -96,7 +96,7 @@ def test_always_loads_and_never_does_not_whatever_is_known() -> None:
     assert never.tier.asked == []
 
 
-def test_an_engine_that_was_not_measured_yet_computes_and_the_tier_is_measured() -> None:
+def test_an_engine_that_takes_no_time_to_compute_computes_and_the_tier_is_measured() -> None:
     rig = Rig()
     rig.manager.note_compute([0.0])
     assert rig.ask(rig.begin("a"), rig.keys("a")) == PrefixMatch(0, False)
@@ -107,6 +107,45 @@ def test_an_engine_that_was_not_measured_yet_computes_and_the_tier_is_measured()
     rig.manager.on_schedule_end()
     rig.manager.note_compute([0.1])
     assert rig.ask(rig.begin("b"), rig.keys("b")).pending
+
+
+def test_a_fresh_engine_loads_for_as_long_as_computing_is_assumed_to_take(rig: Rig) -> None:
+    rig.manager.note_compute([0.2], is_assumed=True)
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(1.99)
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.02)
+    assert rig.ask(ctx, keys) == PrefixMatch(0, False)
+    assert rig.stats == {"loads_gated": 0, "loads_cut": 10}
+
+
+@pytest.mark.parametrize("measured", [0.05, 0.4])
+def test_waits_of_a_fresh_engine_follow_its_first_measured_speed(rig: Rig, measured: float) -> None:
+    rig.manager.note_compute([0.1], is_assumed=True)
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    rig.clock.advance(1.0)
+    begun = rig.clock()
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.3)
+    for seconds in (measured, 2.0 * measured):  # only the first measurement replaces the assumption
+        rig.manager.note_compute([seconds])
+        assert rig.manager.waits_until(ctx) == pytest.approx(begun + 10 * measured)
+    rig.clock.advance(10 * measured - 0.31)
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.02)
+    assert rig.ask(ctx, keys) == PrefixMatch(0, False)
+
+
+def test_a_fresh_engine_that_turns_out_faster_awaits_slow_answers_for_less(rig: Rig) -> None:
+    rig.manager.note_compute([0.2], is_assumed=True)
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    rig.tier.unknown.update(keys)
+    assert rig.ask(ctx, keys).pending
+    rig.clock.advance(0.5)
+    assert rig.ask(ctx, keys).pending
+    rig.manager.note_compute([0.02])
+    assert rig.ask(ctx, keys) == PrefixMatch(0, False)
 
 
 def test_an_engine_that_measures_nothing_loads() -> None:

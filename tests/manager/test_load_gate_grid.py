@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gate_model import Cell, Comparison, GateModel, compare, grid
+from benchmarks.gate_model import Cell, Comparison, GateModel, cold, cold_grid, compare, grid
+from tiering.connector import prefill
 
 CELLS = [cell for cell in grid(80, (2_000.0, 50_000.0), (512, 4_096)) if cell.speeds[0] != 0.3][::2]
 """Half of the cells that the benchmark has for these speeds and lengths."""
@@ -12,6 +13,25 @@ CELLS = [cell for cell in grid(80, (2_000.0, 50_000.0), (512, 4_096)) if cell.sp
 
 def mean_regret(compared: list[Comparison]) -> float:
     return sum(one.regret for one in compared) / len(compared)
+
+
+COLD = [cell for cell in cold_grid() if cell.tokens == 4_096][::2]
+"""Every sixth cell that the benchmark has for a fresh engine."""
+
+
+def test_the_first_prompts_of_a_fresh_engine_take_a_bounded_time() -> None:
+    """A fast tier is used as with always, and a slow one costs what the assumption allows."""
+    compared = [cold(cell) for cell in COLD]
+    assert max(one.first for one in compared) < 6.5
+    assert max(one.mean for one in compared) < 2.0
+    fast = [one for one in compared if one.cell.speeds == (1.0,)]
+    assert [one for one in fast if one.first > 1.01] == []
+
+
+@pytest.mark.parametrize("assumed", [1_000.0, 100_000.0])
+def test_another_assumption_costs_the_first_prompts_more(monkeypatch: pytest.MonkeyPatch, assumed: float) -> None:
+    monkeypatch.setattr(prefill, "ASSUMED_SPEED", assumed)
+    assert max(cold(cell).first for cell in COLD) > 10.0
 
 
 def test_the_choice_is_never_worse_than_the_better_one_and_a_gate_that_always_loads_is() -> None:

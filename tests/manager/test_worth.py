@@ -172,6 +172,15 @@ def test_a_control_computes_and_another_tier_is_asked(monkeypatch: pytest.Monkey
     assert (fields["controls"], fields["loads_gated"]) == (1, 0)
 
 
+def test_there_are_no_controls_while_the_speed_of_the_engine_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_a_control(monkeypatch)
+    rig = Measuring()
+    rig.manager.note_compute([BLOCK_SECONDS], is_assumed=True)
+    assert [rig.measure(0.1, name=name).hits for name in ("a", "b", "c")] == [10, 10, 10]
+    rig.manager.note_compute([BLOCK_SECONDS])
+    assert [rig.measure(0.1, name=name).hits for name in ("d", "e")] == [10, 0]
+
+
 def test_a_control_does_not_wait_for_the_loads_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Measuring()
     rig.measure(0.1)

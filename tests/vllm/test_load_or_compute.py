@@ -22,6 +22,7 @@ from tests.vllm.rig import (
     whole_blocks,
     wrong,
 )
+from tiering.connector import prefill
 from tiering.testing.chaos import Fault
 
 PROMPTS = [prompt(seed) for seed in range(70, 76)]
@@ -84,3 +85,19 @@ def test_a_tier_that_is_always_loaded_lets_requests_wait(llama: Path, expected: 
         stats = running.tier("slow")
         assert stats["promotions"] - before == whole_blocks(PROMPTS[:1])
         assert (stats["loads_gated"], stats["loads_cut"], stats["gate_closed"]) == (0, 0, 0)
+
+
+def test_a_fresh_engine_loads_its_first_prompt(
+    llama: Path, expected: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "ASSUMED_SPEED", 1.0)  # other work on the machine does not matter
+    local = {"type": "local", "path": str(tmp_path), "capacity": "64MiB", "load_or_compute": "auto"}
+    stack = {"primary": {"capacity": ROWS * BLOCK_BYTES}, "secondary": [local]}
+    with engine(llama, stack) as running:
+        running.ask(PROMPTS[:1])
+        running.settle()
+    with engine(llama, stack) as running:
+        assert wrong(running.ask(PROMPTS[:1]), expected[:1]) == []
+        stats = running.tier("local")
+        assert stats["promotions"] == whole_blocks(PROMPTS[:1])
+        assert (stats["loads_gated"], stats["loads_cut"]) == (0, 0)

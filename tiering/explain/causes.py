@@ -88,8 +88,8 @@ REMEDIES = {
     "load_failed": "look at loads_failed and hits_shrunk, and at the log of the workers",
     "unexamined": "set a larger explain.blocks",
     "gap": "look at the cause of the missing block: it stands in front, or is one of a window",
-    "late": "look at loads_cut and the latency of {tier} in `kv-tiering top`; set a larger load_deadline, or give the "
-    "CPU tier more capacity",
+    "late": "nothing, if loads_cut of {tier} grows, for computing took less time; else set a larger load_deadline, or "
+    "give the CPU tier more capacity",
     "failed": "look at the log, and at promotions_failed of {tier}",
     "short": "nothing, if so few blocks are not worth a load; else set a smaller min_prefix_blocks for {tier}",
     "gated": "nothing, if {tier} is as slow as `kv-tiering top` and `bench` show; else set load_or_compute: always",

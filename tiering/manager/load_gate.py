@@ -5,8 +5,9 @@ pay or none does, because both durations grow by a constant per block. Expected 
 from the tier and of the n blocks, and what the load costs those that come meanwhile. While no job of the tier ends, at
 least as long again as it has been silent.
 
-- Until the engine has computed a prompt, requests compute, because nothing bounds their wait. Before the first load has
-  ended, loads pay, because nothing is known; by the silence, only as long as the first one takes less than computing.
+- Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
+  the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
+  less than computing.
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`).
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,

@@ -113,9 +113,15 @@ class ManagerLookups(ManagerParts):
         request = self._known.get(req_context.req_id)
         return math.inf if request is None else request.load_by
 
-    def note_compute(self, seconds: Sequence[float]) -> None:
+    def note_compute(self, seconds: Sequence[float], *, is_assumed: bool = False) -> None:
         self._owner.claim()
-        self._search.compute_seconds = seconds
+        search = self._search
+        if search.is_assumed and not is_assumed:
+            pairs = zip(seconds, search.compute_seconds, strict=False)
+            factor = next((new / old for new, old in pairs if 0.0 < old < math.inf), 1.0)
+            for request in self._known.values():
+                request.stretch_wait(factor)
+        search.compute_seconds, search.is_assumed = seconds, is_assumed
 
     def measure_worth(self, req_context: ReqContext) -> None:
         self._owner.claim()

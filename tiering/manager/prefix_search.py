@@ -107,6 +107,8 @@ class PrefixSearch:
         """True if loads from some tier are chosen by the time that they take."""
         self.compute_seconds: Sequence[float] = ()
         """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
+        self.is_assumed = False
+        """True if :attr:`compute_seconds` are not measured yet."""
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
         """Return the longest prefix of ``keys``, searching on from ``position``.
@@ -291,7 +293,8 @@ class PrefixSearch:
         pays = seconds == math.inf or (seconds > 0.0 and gate.decide(len(keys) if lost else 0, seconds, now))
         worth = state.worth
         if pays and worth is not None and not request.is_cut:
-            if lost and request.is_measured and request.trial is None and seconds < math.inf:
+            is_known = not self.is_assumed and seconds < math.inf
+            if lost and request.is_measured and request.trial is None and is_known:
                 cost = self._compute_seconds(keys[0], lost)
                 request.trial = worth.begin(state.rank, seconds, gate.expected(len(keys), now), cost, now)
                 request.is_measured = request.trial is not None

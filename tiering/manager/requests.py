@@ -54,8 +54,10 @@ class Request:
 
     None if the last search found otherwise, or a promotion has ended since, or a reset has come.
     """
-    decide_by: float | None = None
-    """Time until which lookups may stay undecided; None before the request's first undecided lookup."""
+    undecided_since: float | None = None
+    """Time of the request's first undecided lookup; None before."""
+    load_since: float = 0.0
+    """Time from which on the request waits for gated loads; no meaning while :attr:`load_by` is infinity."""
     load_by: float = math.inf
     """Time until which the request waits for gated loads: as long as computing their blocks takes."""
     is_cut: bool = False
@@ -112,7 +114,14 @@ class Request:
 
     def wait_longer(self, now: float, seconds: float) -> None:
         """Extend the wait for loads of gated tiers by the ``seconds`` that computing their blocks takes."""
-        self.load_by = (now if self.load_by == math.inf else self.load_by) + seconds
+        if self.load_by == math.inf:
+            self.load_since = self.load_by = now
+        self.load_by += seconds
+
+    def stretch_wait(self, factor: float) -> None:
+        """Multiply the wait for loads of gated tiers, because computing takes that much longer than assumed."""
+        if self.load_by < math.inf:
+            self.load_by = self.load_since + factor * (self.load_by - self.load_since)
 
     def wait_undecided(self, now: float, patience: float) -> bool:
         """Begin the wait of undecided lookups at the first call, and return False once the wait is over.
@@ -121,11 +130,11 @@ class Request:
 
         Args:
             now: current time, in seconds.
-            patience: seconds to wait for a decision, counted from the request's first undecided lookup.
+            patience: seconds to wait for a decision at present, counted from the request's first undecided lookup.
         """
-        if self.decide_by is None:
-            self.decide_by = now + patience
-        return now < self.decide_by
+        if self.undecided_since is None:
+            self.undecided_since = now
+        return now < self.undecided_since + patience
 
 
 class _UnknownNames:

@@ -263,12 +263,12 @@ class WarmStart:
                     source.key += begun
                     source.begun += begun
                     self._left -= begun
-                    self._owner.decide_by = None
+                    self._owner.undecided_since = None
                 return begun
             undecided = undecided or answer[1]
         if undecided and self._owner.wait_undecided(self._clock(), _PATIENCE):
             return 0
-        self._owner.decide_by = None
+        self._owner.undecided_since = None
         self._stats.warm_start_missing += len(keys)
         source.failed()
         if source.run < len(source.runs):
