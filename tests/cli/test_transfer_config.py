@@ -124,7 +124,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, config: dict[str,
         ({"secondary": []}, "secondary: is missing: vLLM has a CPU tier of its own"),
         (
             {"primary": {"capacity": "1GiB", "inclusion": "exclusive"}},
-            "exclusive needs the TieringConnector",
+            "primary.inclusion: needs the TieringConnector",
         ),
         (
             {"primary": {"capacity": "1GiB", "promote_waiting": True}},
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, config: dict[str,
         ),
         (
             {"layout": "canonical", "secondary": [{"type": "local", "path": "/tmp/kv", "capacity": "1GiB"}]},
-            "layout: canonical needs the TieringConnector",
+            "layout: needs the TieringConnector",
         ),
         ({"events": True}, "events: has no effect in vLLM"),
         ({"record_trace": {"path": "/tmp/trace"}}, "record_trace: needs the TieringConnector"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiering.api.units import parse_duration, parse_size
 from tiering.config.problems import Problem, changed, refuse, unknown_word
-from tiering.config.stack_file import HintOptions, StackConfig, load_stack
+from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions
 
@@ -62,6 +62,16 @@ LARGEST_BLOCK = 2 << 20
 """Size in bytes of the largest blocks of LMCache's objects, by default."""
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
+_SEEN = {
+    ("primary", "inclusion"): "the GPU's own cache",
+    ("primary", "promote_waiting"): "the engine's queue",
+    ("layout",): "where the engine has its blocks",
+    ("record_trace",): "the prompts",
+    ("explain",): "the requests",
+    ("report_cached",): "the requests",
+    ("hints",): "the sessions",
+}
+"""Words that only a connector of this project can honour, with what it sees that others do not."""
 
 
 def read_inline(given: Mapping[str, Any], own_words: Collection[str]) -> StackConfig:
@@ -184,25 +194,11 @@ def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator
     if not stack.secondary:
         text = f"is missing: {engine} has a CPU tier of its own; name at least one slower tier"
         yield Problem(("secondary",), text)
-    if stack.primary.inclusion != "inclusive":
-        text = "exclusive needs the TieringConnector, which sees the GPU's own cache; leave it out"
-        yield Problem(("primary", "inclusion"), text)
-    if stack.primary.promote_waiting:
-        text = "needs the TieringConnector, which sees the engine's queue; leave it out"
-        yield Problem(("primary", "promote_waiting"), text)
-    if stack.layout != "plain":
-        yield Problem(
-            ("layout",), f"{stack.layout} needs the TieringConnector; {engine} lays out its own blocks; leave it out"
-        )
     if stack.events:
         yield Problem(("events",), f"{no_events}; leave it out")
-    if stack.record_trace is not None:
-        yield Problem(("record_trace",), "needs the TieringConnector, which sees the prompts; leave it out")
-    for word, given in (("explain", stack.explain is not None), ("report_cached", stack.report_cached)):
-        if given:
-            yield Problem((word,), "needs the TieringConnector, which sees the requests; leave it out")
-    if stack.hints != HintOptions():
-        yield Problem(("hints",), "needs the TieringConnector, which sees the sessions; leave it out")
+    for path, what in _SEEN.items():
+        if path[-1] in changed(stack.primary if len(path) > 1 else stack):
+            yield Problem(path, f"needs the TieringConnector, which sees {what}; leave it out")
     for index, tier in enumerate(stack.secondary):
         if isinstance(tier, BlockTierOptions) and tier.load_or_compute == "auto":
             text = "auto needs the TieringConnector, which measures the engine; write always or never"
