@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from numbers import Real
 from operator import attrgetter, index
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from tiering.api.descriptions import Described
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.api.masking import shown
@@ -24,6 +26,9 @@ from tiering.secondary.contract import MAX_ENGINES, MAX_EVENTS, StepEnd
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+MOST_DOCUMENTS = 128
+"""Largest number of documents that are taken from a tier."""
 
 
 class BreachError(Exception):
@@ -151,14 +156,14 @@ def _credit(answer: object, *_: object) -> float:
     return int(answer)
 
 
-def _hot_keys(answer: Any) -> list[Sequence[Sequence[OffloadKey]]] | None:
-    """Return the runs of each engine, unchecked keys (:func:`checked_run`); None: not known yet."""
+def _list_of(kind: type, most: int, answer: Any, *_: object) -> list[Any] | None:
+    """Return up to ``most`` items, which are of ``kind``; None: not known yet."""
     if answer is None:
         return None
-    engines = list(islice(answer, MAX_ENGINES))
-    if not all(isinstance(runs, Sequence) for runs in engines):
+    items = list(islice(answer, most))
+    if not all(isinstance(item, kind) for item in items):
         raise BreachError
-    return engines
+    return items
 
 
 POSITIONS = Answer("None or ascending positions of the keys that it was asked for", _positions)
@@ -169,7 +174,9 @@ POLICY = Answer("a RequestOffloadingContext", _policy)
 SECONDS = Answer("a number of seconds", _seconds)
 STEP_END = Answer("None or a StepEnd", _step_end)
 STATISTICS = Answer("TierStats with finite numbers", _statistics)
-HOT_KEYS = Answer("None or, for each engine, runs of keys", _hot_keys)
+HOT_KEYS = Answer("None or, for each engine, runs of keys", partial(_list_of, Sequence, MAX_ENGINES))
+"""The keys are not checked (:func:`checked_run`)."""
+DOCUMENTS = Answer("None or the documents that it has read", partial(_list_of, Described, MOST_DOCUMENTS))
 
 
 def checked_run(run: Any, start: int, count: int) -> list[OffloadKey]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.descriptions import Described, Description, TierDescriptions
 from tiering.api.inert_manager import InertManager
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
-from tiering.manager.answers import TRUTH, Answer, BreachError
+from tiering.manager.answers import DOCUMENTS, MOST_DOCUMENTS, TRUTH
 from tiering.manager.early import EarlyPromotions
 from tiering.manager.jobs import TierJobs
 from tiering.manager.manager_stats import ManagerStats
@@ -34,9 +33,6 @@ from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import SecondaryTierManager
 
 _T = TypeVar("_T")
-
-MOST_DOCUMENTS = 128
-"""Largest number of documents that are taken from a tier."""
 
 
 class GuardedDescriptions(TierDescriptions):
@@ -75,18 +71,6 @@ class GuardedDescriptions(TierDescriptions):
         if not self._state.in_service:
             return None
         return self._tiers.ask(self._state, DOCUMENTS, self._part.gather, read)
-
-
-def _documents(answer: Any, *_: object) -> list[Described[Any]] | None:
-    if answer is None:
-        return None
-    documents = list(islice(answer, MOST_DOCUMENTS))
-    if not all(isinstance(document, Described) for document in documents):
-        raise BreachError
-    return documents
-
-
-DOCUMENTS = Answer("None or the documents that it has read", _documents)
 
 
 class ManagerParts(OffloadingManager):
