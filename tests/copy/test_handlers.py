@@ -47,7 +47,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             )
         return handlers[-1]
 
-    monkeypatch.setattr(host, "_CHUNK_BYTES", 300)
     monkeypatch.setattr(host, "_SPLIT_BYTES", 1000)
     with api.watched():
         yield build

@@ -1,8 +1,7 @@
 """Copies for engines whose KV cache is in host memory.
 
-Copies run on threads of their own, in numpy calls that release the GIL. A page is one element of a numpy array (a void
-type of the page's size), so that one fancy index moves many pages in one call. Pages are moved in chunks small enough
-to stay in the processor's cache between the gather and the scatter of such a copy.
+Copies run on threads of their own. Each page is one assignment of bytes, for which numpy releases the GIL. An index of
+many pages at once would move all bytes twice, through memory of its own, and keep the GIL below 500 elements.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from tiering.errors import ConfigError
 
 logger = logging.getLogger("kv_tiering.copy")
 
-_CHUNK_BYTES = 1 << 20
 _SPLIT_BYTES = 16 << 20
 """Transfers of at least this many bytes are split over the threads."""
 
 _TOGETHER_BYTES = 4 << 20
 """Most bytes of transfers that are copied together."""
 
-Pages = NDArray[np.void]
+Pages = NDArray[np.uint8]
 
 
 class Direction(Enum):
@@ -128,10 +126,9 @@ class _Layer:
     """The pages of one ref of one group."""
 
     cache: Pages
-    """Pages in the KV cache, shape (num_blocks,)."""
+    """Pages in the KV cache, shape (num_blocks, page_bytes)."""
     rows: Pages
-    """Pages in the rows, shape (num_rows, factor)."""
-    page_bytes: int
+    """Pages in the rows, shape (num_rows, factor, page_bytes)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,10 +154,8 @@ def _page_views(kv_caches: CanonicalKVCaches, rows: NDArray[np.uint8], layout: R
             raise ConfigError("the primary tier's rows cannot be viewed as blocks; they must be contiguous")
         layers = []
         for ref, offset in zip(refs, layout.page_offsets[group], strict=True):
-            page = np.dtype((np.void, ref.page_size_bytes))
             cache = kv_caches.tensors[ref.tensor_idx].tensor.numpy()[:, : ref.page_size_bytes]
-            in_rows = blocks[:, :, offset - first : offset - first + ref.page_size_bytes]
-            layers.append(_Layer(cache.view(page)[:, 0], in_rows.view(page)[:, :, 0], ref.page_size_bytes))
+            layers.append(_Layer(cache, blocks[:, :, offset - first : offset - first + ref.page_size_bytes]))
         views.append(layers)
     return views
 
@@ -262,13 +257,12 @@ class HostCopyHandler(PlannedHandler):
     def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
         store = self._direction is Direction.STORE
         for layer, pages in work:
-            step = max(1, _CHUNK_BYTES // layer.page_bytes)
-            for at in range(0, len(pages.gpu), step):
-                gpu, place = pages.gpu[at : at + step], (pages.rows[at : at + step], pages.subs[at : at + step])
+            cache, rows = layer.cache, layer.rows
+            for gpu, row, sub in zip(pages.gpu.tolist(), pages.rows.tolist(), pages.subs.tolist(), strict=True):
                 if store:
-                    layer.rows[place] = layer.cache[gpu]
+                    rows[row, sub] = cache[gpu]
                 else:
-                    layer.cache[gpu] = layer.rows[place]
+                    cache[gpu] = rows[row, sub]
         return time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:
