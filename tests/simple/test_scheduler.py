@@ -532,7 +532,7 @@ def test_what_has_left_the_gpu_is_loaded(windows: tuple[int | None, ...], lazy: 
     sim = Simulation(windows=windows, lazy=lazy, gpu_blocks=12 * len(windows), cpu_blocks=200)
     evicted_from_the_gpu(sim)
     again = sim.run("again", tokens(1, 20), 1)
-    assert again.loaded_tokens + again.gpu_hit_tokens == 16
+    assert again.loaded_tokens + again.gpu_hit_tokens == 20
     assert again.loaded_tokens >= 12
     sim.settle()
     sim.check_nothing_is_held()
@@ -544,8 +544,8 @@ def test_what_the_gpu_has_is_not_loaded_again() -> None:
     sim.run("beginning", tokens(1, 20)[:9], 1)
     sim.metadata.clear()
     again = sim.run("again", tokens(1, 20), 1)
-    assert (again.gpu_hit_tokens, again.loaded_tokens) == (8, 8)
-    assert sum(len(meta.load_gpu_blocks) for meta in sim.metadata) == 2
+    assert (again.gpu_hit_tokens, again.loaded_tokens) == (8, 12)
+    assert sum(len(meta.load_gpu_blocks) for meta in sim.metadata) == 3
 
 
 def test_asking_again_changes_nothing() -> None:
@@ -555,7 +555,7 @@ def test_asking_again_changes_nothing() -> None:
     request.update_hashes(BLOCK)
     before = list(sim.half.cpu_block_pool.victims())
     answers = {sim.half.get_num_new_matched_tokens(request, 0) for _ in range(3)}
-    assert answers == {(16, True)}
+    assert answers == {(20, True)}
     assert len(sim.half.cpu_block_pool.refs) == 0
     assert sorted(before) == sorted(sim.half.cpu_block_pool.victims())
 
@@ -604,14 +604,14 @@ def test_a_load_that_no_step_has_carried_is_dropped_with_its_request() -> None:
     evicted_from_the_gpu(sim)
     request = Request("again", tokens(1, 20), 1)
     request.update_hashes(BLOCK)
-    assert sim.half.get_num_new_matched_tokens(request, 0) == (16, True)
-    blocks = sim.pool.take(4)
+    assert sim.half.get_num_new_matched_tokens(request, 0) == (20, True)
+    blocks = sim.pool.take(5)
     sim.half.update_state_after_alloc(
-        request, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in blocks],)), 16
+        request, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in blocks],)), 20
     )
-    assert [block.ref_cnt for block in blocks] == [2] * 4
+    assert [block.ref_cnt for block in blocks] == [2] * 5
     assert sim.half.request_finished(request, [block.block_id for block in blocks]) == (False, None)
-    assert [block.ref_cnt for block in blocks] == [1] * 4
+    assert [block.ref_cnt for block in blocks] == [1] * 5
     assert not sim.half.has_pending_work()
     sim.pool.free_blocks(blocks)
     sim.step()

@@ -55,10 +55,10 @@ def test_what_the_gpu_has_is_not_asked_for_and_nobody_is_asked_twice() -> None:
     assert cpu(sim)["queries"] == before["queries"] + 2
 
 
-def test_the_last_token_is_computed_so_the_block_that_it_ends_is_not_asked_for() -> None:
+def test_the_block_that_the_last_token_ends_is_asked_for_too() -> None:
     sim = Simulation(gpu_blocks=12, cpu_blocks=200)
     sim.run("first", tokens(1, 16), 1)
-    assert (cpu(sim)["queries"], cpu(sim)["misses"]) == (3, 3)
+    assert (cpu(sim)["queries"], cpu(sim)["misses"]) == (4, 4)
 
 
 def test_a_request_that_may_not_load_asks_for_nothing() -> None:

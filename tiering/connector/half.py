@@ -103,8 +103,8 @@ class SchedulerHalf(ABC, Generic[State]):
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded for a request, and True if they are loaded asynchronously.
 
-        Repeated calls change no state, but the result may change as blocks come and go. In the tiering mode, the result
-        may cover the full prompt: the engine then recomputes the last token by itself.
+        Repeated calls change no state, but the result may change as blocks come and go. The result may cover the full
+        prompt: the engine then recomputes the last token by itself.
 
         Args:
             request: the waiting request.

@@ -45,7 +45,6 @@ class HitSearch:
         held: probes the tiers.
         most_probes: number of times that one search may shorten the hit because a block of a window or a state is
             missing; default: :data:`MAX_WINDOW_PROBES`.
-        tokens_to_leave: tokens at the end of a request that no hit may cover, at least; default: 0.
         has_scratch: True if the engine makes the content of other groups anew after a hit; default: False.
     """
 
@@ -54,7 +53,6 @@ class HitSearch:
         groups: Sequence[OffloadGroup],
         held: PrefixLookup,
         most_probes: int = MAX_WINDOW_PROBES,
-        tokens_to_leave: int = 0,
         has_scratch: bool = False,
     ) -> None:
         self._groups = groups
@@ -68,7 +66,7 @@ class HitSearch:
         common = [group.offloaded_block_size for group in (groups if has_scratch else self._states)]
         self._ends = sorted({math.lcm(group.offloaded_block_size, *common) for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
-        self.tokens_to_leave = max(tokens_to_leave, has_scratch, *map(self._recomputes_across_a_border, groups))
+        self.tokens_to_leave = max(int(has_scratch), *map(self._recomputes_across_a_border, groups))
         """Tokens at the end of a request that no hit may cover.
 
         When all of a request is held, the engine recomputes the last token. The last token attends to one token more on

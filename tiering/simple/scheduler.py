@@ -88,7 +88,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         super().__init__(
             self.cpu_block_pool,
             HandedOutTables(groups, {}, self.lazy) if lazy_offload else BlockTables(groups, {}),
-            HitSearch(groups, self.cpu_block_pool, NEVER, tokens_to_leave=1, has_scratch=engine_config.has_scratch),
+            HitSearch(groups, self.cpu_block_pool, NEVER, has_scratch=engine_config.has_scratch),
             OffloadingKVEventsConfig(enable_kv_cache_events, self_describing_kv_events),
             engine_events,
             logger,
