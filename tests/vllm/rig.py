@@ -21,6 +21,7 @@ from xxhash import xxh3_128_hexdigest
 from tests.vllm.models import VOCABULARY
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.contract import OffloadingHandler
+from tiering.testing.clock import until
 
 Handler = TypeVar("Handler", bound=OffloadingHandler)
 
@@ -96,6 +97,10 @@ class Engine:
     """Tokens of hits by their source, as reported to vLLM."""
     scheduled: list[int] = field(default_factory=list)
     """Number of tokens of each step."""
+    computed: int = 0
+    """Prompt tokens that vLLM computed; what a request computes again after its preemption does not count."""
+    _starts: dict[str, int] = field(default_factory=dict)
+    """By request: its first prompt token that was computed; -1 once it was preempted."""
     _started: int = 0
     _answers: dict[str, Answer] = field(default_factory=dict)
 
@@ -225,10 +230,31 @@ class Engine:
         def building(output: Any) -> Any:
             self.preempted += len(output.preempted_req_ids or ())
             self.scheduled.append(output.total_num_scheduled_tokens)
+            self._count_computed(output)
             return build(output)
 
         self.worker.get_kv_connector_stats, self.connector.build_connector_meta = reporting, building
         self.connector.get_external_cache_hit_sources = telling
+
+    def _count_computed(self, output: Any) -> None:
+        for name in output.finished_req_ids:
+            self._starts.pop(name, None)
+        for name in output.preempted_req_ids or ():
+            self._starts[name] = -1
+        for name in output.num_scheduled_tokens:
+            request = self.scheduler.requests[name]
+            before = self._starts.get(name, request.num_prompt_tokens)
+            start = min(before, request.num_computed_tokens)  # smaller than before if a load has failed
+            self._starts[name] = start
+            self.computed += before - start
+
+    def check_causes(self, timeout: float = 10.0) -> None:
+        """Fail unless each prompt token that vLLM computed has one cause, if the stack explains misses."""
+        half = getattr(self.connector, "scheduler_half", None)
+        misses = getattr(half, "_misses", None)
+        if misses is not None and not misses.service._stopped.is_set():
+            until(lambda: sum(misses.explainer.sums.values()) == self.computed, timeout)
+            assert sum(misses.explainer.sums.values()) == self.computed, dict(misses.explainer.sums)
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -264,6 +290,12 @@ def _answer(output: Any) -> Answer:
     return Answer(tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)])
 
 
+def _explained(stack: dict[str, Any]) -> dict[str, Any]:
+    """Return a stack that explains misses, unless its mode or its tiers in another process cannot."""
+    refuses = stack.get("mode") == "simple" or stack.get("io") == "process" or "machine" in stack
+    return stack if refuses else {"explain": {}, **stack}
+
+
 def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
     """Return the value of --kv-transfer-config that a user would write."""
     return {
@@ -284,10 +316,10 @@ def _memory_on_gpu() -> dict[str, Any]:
 
 @contextmanager
 def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterator[Engine]:
-    """An engine for ``model``.
+    """An engine for ``model``, whose computed prompt tokens are compared with their causes at its end.
 
     Args:
-        stack: the connector's extra configuration; None: no connector.
+        stack: the connector's extra configuration; None: no connector. Where misses can be explained, they are.
         options: vLLM's options; ``kv_transfer_config`` selects a connector in place of ``stack``.
     """
     from vllm import LLM
@@ -303,7 +335,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
         "max_model_len": MAX_LEN,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 8,
-        "kv_transfer_config": None if stack is None else transfer_config(stack),
+        "kv_transfer_config": None if stack is None else transfer_config(_explained(stack)),
         **options,
     }
     running = Engine(LLM(str(model), **settings))
@@ -312,6 +344,7 @@ def engine(model: Path, stack: dict[str, Any] | None, **options: Any) -> Iterato
             running.connector, running.worker = running.scheduler.connector, get_kv_transfer_group()
             running.watch()
         yield running
+        running.check_causes()
     finally:
         running.close()
 

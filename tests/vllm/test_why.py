@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.runner import kv_tiering
 from tests.mini_engine.chaos_tier import ChaosTier
 from tests.vllm.handlers import FailEverySecond
@@ -100,6 +102,10 @@ def test_the_causes_of_a_cpu_tier(llama: Path, tmp_path: Path) -> None:
         one.running.settle()
         assert one.why(first) == ["new", "remainder"]
         one.check_sum()
+        one.running.computed += 1
+        with pytest.raises(AssertionError):
+            one.running.check_causes(timeout=0.1)
+        one.running.computed -= 1
     assert not one.socket.exists()
 
 
