@@ -238,7 +238,7 @@ def _explaining(stack: StackConfig, block_bytes: int) -> MissExplaining | None:
     capacities = {PRIMARY_TIER: stack.primary.capacity // row_stride(block_bytes)}
     capacities |= {tier.tier_name: (tier.capacity_bytes or 0) // block_bytes for tier in stack.secondary}
     socket = None if options.socket is None else Path(options.socket).expanduser()
-    return MissExplaining(capacities, options.blocks, options.requests, socket)
+    return MissExplaining(capacities, options.blocks, options.requests, socket, block_bytes)
 
 
 def _tenant_key(stack: StackConfig) -> bytes | None:

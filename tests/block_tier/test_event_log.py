@@ -38,6 +38,15 @@ def test_a_shared_medium_announces_removals_of_what_was_announced_only() -> None
     ]
 
 
+def test_evictions_of_what_was_not_announced_are_counted() -> None:
+    log = EventLog("disk", "machine", enabled=True, shared=True)
+    log.stored(K[:2])
+    log.removed(K[1:4], evicted=True)
+    log.removed(K[4:5], evicted=True)
+    log.removed(K[5:6])
+    assert [(event.keys, event.others) for event in log.take()] == [(K[:2], 0), (K[1:2], 2), ([], 1)]
+
+
 def test_a_shared_medium_takes_back_what_it_can_no_longer_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_ANNOUNCED", 3)
     log = EventLog("s3", "network", enabled=True, shared=True)

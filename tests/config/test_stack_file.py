@@ -481,15 +481,18 @@ def test_a_service_of_the_machine_has_the_tiers_that_are_named() -> None:
     again = load_stack(yaml.safe_load(stack.describe()))
     assert again == stack
     assert load_stack({"primary": PRIMARY}).machine is None
+    words = {"warm_start": {}, "explain": {}, "events": True}
+    assert load_stack({"primary": PRIMARY, "machine": MACHINE, **words}).secondary == stack.secondary
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ({"secondary": [{"type": "memory"}]}, "secondary: cannot be used with machine: the service hosts the tiers"),
-        ({"warm_start": {}}, "warm_start: cannot be used with machine: the service publishes no keys"),
-        ({"explain": {}}, "explain: cannot be used with machine"),
-        ({"events": True}, "events: cannot be used with machine"),
+        (
+            {"explain": {}, "machine": {**MACHINE, "tiers": [*"abcdef"]}},
+            "explain: follows at most 5 secondary tiers; leave explain out, or some tiers",
+        ),
         ({"mode": "simple"}, "machine: has no meaning in mode simple; leave it out"),
         ({"machine": {**MACHINE, "tiers": ["local", "local"]}}, "machine.tiers[1]: 'local' is also the name of"),
         ({"machine": {**MACHINE, "tiers": ["cpu"]}}, "machine.tiers[0]: 'cpu' is the name of the primary tier"),

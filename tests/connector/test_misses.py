@@ -23,6 +23,7 @@ from tiering.explain.explanation import Explanation
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import TransferJob
+from tiering.secondary.tier_stats import TierStats
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
 
@@ -62,6 +63,7 @@ class Rig:
         rows: int = 32,
         windows: Sequence[int | None] = (None,),
         tenant_key: bytes | None = None,
+        capacity: int = 100,
         **tier: Any,
     ) -> None:
         self.clock = FakeClock()
@@ -71,7 +73,9 @@ class Rig:
         self.manager.keep_unstored()
         spec = make_spec(*windows)
         spec.manager = self.manager  # type: ignore[assignment]
-        spec.explaining = MissExplaining({"cpu": rows, "local": 100}, blocks=4096, socket=directory / "why.sock")
+        spec.explaining = MissExplaining(
+            {"cpu": rows, "local": capacity}, blocks=4096, socket=directory / "why.sock", block_bytes=10
+        )
         spec.tenant_key = tenant_key
         self.scheduler = OffloadingConnectorScheduler(spec, clock=self.clock)
         misses = self.scheduler._misses
@@ -235,6 +239,17 @@ def test_evicted_blocks_name_the_last_tier_that_held_them_and_the_capacity_that_
     assert (first.first, first.end, first.cause, first.tier) == (0, 16, MissCause.EVICTED, "local")
     assert first.ages == (160, 160)
     assert first.factor == pytest.approx(1.04)  # four blocks beyond 100
+
+
+def test_the_capacity_of_a_tier_in_another_process_is_that_of_its_statistics(tmp_path: Path) -> None:
+    with rig(tmp_path, capacity=0) as one:
+        one.tier.get_stats = lambda: TierStats(capacity_bytes=1000)  # type: ignore[method-assign]
+        one.run(PROMPT, "a")
+        one.evict("cpu")
+        one.evict("local")
+        (first, _) = one.run(PROMPT, "b").spans
+    assert (first.cause, first.tier) == (MissCause.EVICTED, "local")
+    assert first.factor == pytest.approx(1.04)
 
 
 def test_lost_blocks_were_not_evicted(tmp_path: Path) -> None:

@@ -279,9 +279,6 @@ def test_options_cross_the_border_whole(words: dict[str, Any]) -> None:
     [
         ({"machine": {"socket": "/x/y", "tiers": ["a"]}, "secondary": []}, "io: has no meaning with machine"),
         ({"secondary": []}, "io: concerns secondary tiers, and there are none"),
-        ({"explain": {}}, "explain: cannot be used with io: process"),
-        ({"events": True}, "events: cannot be used with io: process"),
-        ({"warm_start": {}}, "warm_start: cannot be used with io: process"),
         ({"tier": {"min_prefix_blocks": 3}}, "min_prefix_blocks: cannot be used with io: process"),
         ({"secondary": [{"type": "tests.tiers_for_tests:NONE"}]}, "type"),
         ({"mode": "simple", "secondary": []}, "io: has no meaning in mode simple"),

@@ -195,7 +195,7 @@ def test_another_version_is_refused_with_both_versions(service: MachineService, 
 def test_the_first_state_comes_at_once(
     service: MachineService, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiering.machine.hosted.STATE_SECONDS", 1e9)
+    monkeypatch.setattr("tiering.machine.state_reports.STATE_SECONDS", 1e9)
     one = raw()
     one.connection.socket.settimeout(5.0)
     assert one.receive(Kind.STATE).number > 0
@@ -258,10 +258,19 @@ def test_keys_of_another_length_than_those_of_the_namespace_end_the_connection(
     service: MachineService, raw: Callable[..., Raw]
 ) -> None:
     good, bad = raw(), raw()
-    good.send(Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+    good.send(Record(Kind.USED, keys=[key_of(1)]), Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
     assert good.receive(Kind.ANSWER).number == 5
     bad.send(Record(Kind.USED, keys=[b"x" + key_of(1)]))
     assert bad.ended()
+
+
+def test_a_lookup_of_keys_of_any_length_ends_no_connection(service: MachineService, raw: Callable[..., Raw]) -> None:
+    """A warm start looks up what others have published, which may be lies."""
+    first = raw()
+    first.send(Record(Kind.LOOKUP, 5, keys=[b"x" + key_of(1)]), Record(Kind.USED, keys=[key_of(1)]))
+    assert first.receive(Kind.ANSWER).number == 5
+    first.send(Record(Kind.LOOKUP, 6, keys=[b"xx" + key_of(1)]))
+    assert first.receive(Kind.ANSWER).number == 6
 
 
 @pytest.mark.parametrize("seed", range(3))

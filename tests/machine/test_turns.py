@@ -35,6 +35,7 @@ class FakeEngine:
     counts: EngineCounts = field(default_factory=EngineCounts)
     leaving: bool = False
     behind: bool = False
+    follows: bool = False
     sent: list[Record] = field(default_factory=list)
 
     def send(self, record: Record) -> None:

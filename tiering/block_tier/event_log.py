@@ -90,7 +90,7 @@ class EventLog:
             gone = [key for key in keys if key in self._announced]
             for key in gone:
                 del self._announced[key]
-        self._add(gone, removed=True, evicted=evicted)
+        self._add(gone, removed=True, evicted=evicted, others=len(keys) - len(gone) if evicted else 0)
 
     def cleared(self, tables: Iterable[Table]) -> None:
         """Announce that no block is held any more.
@@ -124,9 +124,11 @@ class EventLog:
         if surplus > 0:
             self._add([announced.popitem(last=False)[0] for _ in range(surplus)], removed=True)
 
-    def _add(self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False) -> None:
-        if keys:
-            self._events.add(self._event(keys, removed=removed, evicted=evicted))
+    def _add(self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False, others: int = 0) -> None:
+        if keys or others:
+            self._events.add(self._event(keys, removed=removed, evicted=evicted, others=others))
 
-    def _event(self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False) -> OffloadingEvent:
-        return OffloadingEvent(keys, self._medium, self._locality, self._tier, removed, evicted=evicted)
+    def _event(
+        self, keys: list[OffloadKey], *, removed: bool, evicted: bool = False, others: int = 0
+    ) -> OffloadingEvent:
+        return OffloadingEvent(keys, self._medium, self._locality, self._tier, removed, evicted=evicted, others=others)

@@ -24,12 +24,6 @@ class StackWords(Protocol):
     def machine(self) -> MachineOptions | None: ...
     @property
     def secondary(self) -> Sequence[TierOptions]: ...
-    @property
-    def warm_start(self) -> object: ...
-    @property
-    def explain(self) -> object: ...
-    @property
-    def events(self) -> bool: ...
 
 
 def other_process_problems(stack: StackWords) -> list[Problem]:
@@ -41,21 +35,11 @@ def other_process_problems(stack: StackWords) -> list[Problem]:
     return _process_problems(stack) if stack.io == "process" else []
 
 
-def _unfit_words(stack: StackWords, what: str) -> list[Problem]:
-    """Return the words that need tiers in the engine's process."""
-    refused = [
-        (stack.warm_start is not None, "warm_start", "the service publishes no keys; leave it out"),
-        (stack.explain is not None, "explain", "it does not follow the tiers of another process; leave it out"),
-        (stack.events, "events", "the tiers of another process announce no blocks; leave it out"),
-    ]
-    return [Problem((word,), f"cannot be used with {what}: {why}") for wrong, word, why in refused if wrong]
-
-
 def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Problem]:
-    problems = _unfit_words(stack, "machine")
+    problems: list[Problem] = []
     if stack.secondary:
         text = "cannot be used with machine: the service hosts the tiers; leave one of the two words out"
-        problems.insert(0, Problem(("secondary",), text))
+        problems.append(Problem(("secondary",), text))
     if stack.io == "process":
         problems.append(Problem(("io",), "has no meaning with machine, which is another process already; leave it out"))
     problems += [
@@ -71,7 +55,7 @@ def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Proble
 
 
 def _process_problems(stack: StackWords) -> list[Problem]:
-    problems = _unfit_words(stack, "io: process")
+    problems: list[Problem] = []
     if not stack.secondary:
         problems.append(Problem(("io",), "concerns secondary tiers, and there are none; add one, or leave it out"))
     for index, tier in enumerate(stack.secondary):

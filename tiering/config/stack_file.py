@@ -346,7 +346,8 @@ class StackConfig(Strict):
             if self.revision is None and (reason := tier_definition(tier.type).needs_revision)
         ]
         problems += self._check_warm_start()
-        if self.explain is not None and len(self.secondary) >= MOST_TIERS:
+        tiers = self.secondary if self.machine is None else self.machine.tiers
+        if self.explain is not None and len(tiers) >= MOST_TIERS:
             text = f"follows at most {MOST_TIERS - 1} secondary tiers; leave explain out, or some tiers"
             problems.append(Problem(("explain",), text))
         if not self.secondary and self.mode == "tiering":

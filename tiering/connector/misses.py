@@ -50,6 +50,9 @@ class Misses:
         self._to_leave = search.tokens_to_leave
         self._publishes = publishes
         self._untaken: list[OffloadingEvent] = []
+        self._block_bytes = explaining.block_bytes
+        self._sized = {name for name, blocks in explaining.capacities.items() if blocks}
+        """Names of the tiers whose capacity is known, or was looked for."""
         self.explainer = Explainer(explaining, self._group.offloaded_block_size, clock)
         """The explainer."""
         self.service = ExplainService(self.explainer, explaining.socket)
@@ -69,11 +72,19 @@ class Misses:
         """Note what the tiers did since the last call."""
         events = self._manager.take_events()
         if events:
+            for tier in {event.tier for event in events if event.evicted} - self._sized:
+                self._find_capacity(tier)
             self.explainer.events(events)
             if self._publishes:
                 self._untaken += events
         if unstored := self._manager.take_unstored():
             self.explainer.unstored(unstored)
+
+    def _find_capacity(self, tier: str) -> None:
+        """Take the capacity of a tier from its statistics: a tier that evicts has one, in another process too."""
+        self._sized.add(tier)
+        size = self._manager.get_stats().get("tiers", {}).get(tier, {}).get("capacity_bytes", 0)
+        self.explainer.set_capacity(tier, int(size) // self._block_bytes)
 
     def note(self, state: RequestState, paused: bool) -> None:
         """Note what a request has to compute.

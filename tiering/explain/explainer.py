@@ -118,7 +118,7 @@ class Explainer:
         self._block_tokens = block_tokens
         self._names = tuple(explaining.capacities)
         self._index = {name: index for index, name in enumerate(self._names)}
-        self._capacities = tuple(explaining.capacities.values())
+        self._capacities = list(explaining.capacities.values())
         self._blocks = PastBlocks(explaining.blocks)
         self._prompts = PastPrompts(explaining.blocks, block_tokens, pause)
         self._since = clock()
@@ -171,6 +171,11 @@ class Explainer:
         """Note events of the tiers, in their order."""
         for event in events:
             self._note(event, len(event.keys))
+
+    def set_capacity(self, tier: str, blocks: int) -> None:
+        """Set the capacity of a tier that the engine's stack does not have."""
+        if (index := self._index.get(tier)) is not None:
+            self._capacities[index] = blocks
 
     def unstored(self, unstored: Iterable[Unstored]) -> None:
         """Note blocks that tiers did not take."""
@@ -292,6 +297,7 @@ class Explainer:
         tier = self._index.get(event.tier)
         if tier is None:
             return
+        self._evictions[tier] += event.others
         for hashes in self._pieces(event.keys):
             if not event.removed:
                 self._blocks.stored(hashes, tier, self._time)

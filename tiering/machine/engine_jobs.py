@@ -32,6 +32,8 @@ class Engine(Protocol):
     """Counts of the connection; those that are read off elsewhere are not kept here."""
     leaving: bool
     """True if nothing is read from the engine any more."""
+    follows: bool
+    """True if the engine gets the keys of the blocks that leave the tier."""
 
     @property
     def behind(self) -> bool:

@@ -21,16 +21,15 @@ from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.request import ReqContext
 from tiering.block_tier.tier import BlockTier
 from tiering.machine.engine_jobs import Copies, Engine, EngineJob, FairLoads, LoadPart, SharedRead, copied
+from tiering.machine.hosted_hints import HostedHints
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
+from tiering.machine.state_reports import StateReports
 from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierIntake, TransferJob
 from tiering.secondary.tier_stats import TierStats
 
 _log = logging.getLogger("kv_tiering.machine")
-
-MOST_STORES = 256
-"""Largest number of blocks of stores that all engines together may have with a tier."""
 
 FEW_LOADS, MANY_LOADS, LOAD_BYTES = 128, 1024, 64 << 20
 """Blocks of loads that the tier has at least, and at most, and the bytes that decide in between."""
@@ -40,9 +39,6 @@ MOST_JOBS = 4096
 
 MOST_LOOKUPS = 4096
 """Largest number of undecided lookups of one engine; one with more breaks the protocol."""
-
-STATE_SECONDS = 1.0
-"""Seconds after which an engine gets the statistics although nothing has changed."""
 
 
 class HostedTier:
@@ -110,7 +106,9 @@ class HostedTier:
         self._stores: deque[tuple[EngineJob, list[int]]] = deque()
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
         self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
-        self._told: dict[Engine, tuple[object, float]] = {}
+        self._reports = StateReports()
+        self.hints = HostedHints(tier)
+        """Hot keys, and the blocks that have left the tier."""
 
     # ------------------------------------------------------------------------------------------------------ the engines
 
@@ -131,7 +129,8 @@ class HostedTier:
             self._end([(job, position, False) for position in positions])
         self._give_up(self._loads.drop(engine), engine)
         self._lookups = deque(lookup for lookup in self._lookups if lookup[0] is not engine)
-        self._told.pop(engine, None)
+        self._reports.drop(engine)
+        self.hints.leave(engine)
         if engine in self.engines:
             self.engines.remove(engine)
 
@@ -142,7 +141,7 @@ class HostedTier:
             MessageError: the record breaks the protocol.
         """
         kind = record.kind
-        if record.keys:
+        if record.keys and kind in (Kind.STORE, Kind.USED):  # what a warm start looks up may be a lie of any length
             self._key_bytes = self._key_bytes or len(record.keys[0])
             if len(record.keys[0]) != self._key_bytes:
                 raise MessageError(f"keys have {len(record.keys[0])} bytes, others of the namespace {self._key_bytes}")
@@ -152,7 +151,7 @@ class HostedTier:
             self._take_lookup(engine, record)
         elif kind == Kind.FOLLOWED:
             engine.generation = record.number
-            self._told.pop(engine, None)
+            self._reports.drop(engine)
         elif kind == Kind.RESET:
             engine.weights = checked_weights(record.text)
             if engine.weights != self.weights or revision_of(engine.weights) is None:
@@ -163,6 +162,11 @@ class HostedTier:
         elif kind == Kind.USED:
             if self.attached(engine) and record.keys:
                 self._intake.used(record.keys, self._request(engine, record))
+        elif kind == Kind.USE:
+            if self.attached(engine):
+                self.hints.take_use(record)
+        elif kind == Kind.GATHER:
+            self.hints.take_question(engine, record)
         elif kind == Kind.FINISHED:
             released = record.keys if self.attached(engine) else ()
             self.tier.on_request_finished(self._request(engine, record), released)
@@ -178,12 +182,14 @@ class HostedTier:
         if weights == START:
             raise MessageError("a reset has no state of the weights")
         self._drop_waiting()
+        self.hints.reset()
         self.weights = weights
         self.resetting = not self.tier.reset(self._clock(), revision_of(weights))
 
     def follow(self) -> None:
         """Enter a new common epoch; engines come back once they have emptied their rows."""
         self._drop_waiting()
+        self.hints.reset()
         self.superseded = False
         self.generation = next(self._generations)
         self.resetting = not self.tier.reset(self._clock(), None, True)
@@ -426,7 +432,7 @@ class HostedTier:
     @property
     def busy(self) -> bool:
         """True if something may happen that nothing announces."""
-        return bool(self._jobs or self._lookups or self._stores or self._loads or self.resetting)
+        return bool(self._jobs or self._lookups or self._stores or self._loads or self.resetting or self.hints.busy)
 
     def step(self) -> None:
         """Collect results, answer lookups, submit stores, and send states."""
@@ -434,9 +440,11 @@ class HostedTier:
             reads, ended = self._done.popleft()
             self.reads_saved += sum(done for _, _, done in ended) - reads
             self._end(ended)
-        for result in self.tier.get_finished():
+        finished, now = list(self.tier.get_finished()), self._clock()
+        # Before the results: what has left the tier may be there again by a store that one of them reports.
+        self.hints.step(now, [engine for engine in self.engines if self.attached(engine)])
+        for result in finished:
             self._finish(result)
-        now = self._clock()
         for _ in range(len(self._lookups)):
             engine, record, until = self._lookups.popleft()
             if now >= until:
@@ -461,19 +469,10 @@ class HostedTier:
                     engine.send(Record(Kind.WANTED, keys=wanted[first : first + MAX_KEYS]))
 
     def _report(self, now: float) -> None:
-        """Send the state to the engines for which it has changed, and the statistics once in a while."""
         stats = self.stats = self.tier.get_stats()
         serving = bool(stats.available) and not self.resetting
         flags = SERVING * serving | STORING * (serving and bool(stats.writable))
-        for engine in self.engines:
-            window = max(1, min(MOST_STORES, engine.num_rows // 4) // len(self.engines))
-            state = (flags, self.generation, self.weights, self.epoch, window)
-            told, when = self._told.get(engine, (None, 0.0))
-            if engine.behind or (told == state and now < when + STATE_SECONDS):
-                continue
-            self._told[engine] = state, now
-            words = State(self.weights, self.epoch, window, stats.as_dict()).text()
-            engine.send(Record(Kind.STATE, self.generation, flags, text=words))
+        self._reports.send(self.engines, now, self.generation, flags, State(self.weights, self.epoch, 1, {}), stats)
 
     def waiting(self, engine: Engine) -> tuple[int, int]:
         """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""

@@ -17,7 +17,7 @@ import numpy as np
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.errors import TieringError
 
-VERSION = 2
+VERSION = 3
 """Version of the messages; both sides must have the same one."""
 
 MAX_MESSAGE = 60 << 10
@@ -67,6 +67,10 @@ class Kind(IntEnum):
     """Engine: the first record of a process that maps rows of the service; the text describes them."""
     HELD = 11
     """Engine: rows that hold blocks; the text has a word per row, and the state of the weights."""
+    USE = 12
+    """Engine: a prefix that a request used, and that may be published."""
+    GATHER = 13
+    """Engine: which keys have engines published? ``seconds`` is the largest number of keys."""
     WELCOME = 20
     """Service: the answer to HELLO or CLAIM; the text names the instance."""
     REFUSED = 21
@@ -81,6 +85,10 @@ class Kind(IntEnum):
     """Service: keys that the tier lacks and would store."""
     KEPT = 27
     """Service: verified blocks in the rows that an earlier process has left; the text has a word per row."""
+    HOT = 28
+    """Service: a run of published keys, the flag is the number of its engine; without keys: no more follow."""
+    REMOVED = 29
+    """Service: keys of blocks that have left the tier, the flag is 1 for evictions; without keys: any may have left."""
     BYE = 26
     """Service: the last record; nothing touches the engine's rows any more."""
 

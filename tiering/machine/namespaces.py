@@ -118,6 +118,7 @@ class HostedNamespace:
                     group_bytes=self.groups,
                     namespace=self.namespace,
                     clock=self._clock,
+                    enable_events=True,
                     replica=self._replica,
                     revision=revision_of(weights),
                     news=news,
@@ -230,6 +231,9 @@ class HostedNamespace:
         """Close all tiers, and return True if nothing touches the engines' rows any more."""
         for name, tier in self.tiers.items():
             _log.info("tier %s: %d blocks were copied from the read of another engine", name, tier.reads_saved)
+        for name, tier in self.tiers.items():
+            if name not in self.broken:
+                self.guarded(tier, partial(tier.hints.publish, self._clock()))
         closed = [tier.tier.shutdown(deadline) for tier in self.tiers.values()]
         self._news.close()
         return all(closed)

@@ -46,7 +46,7 @@ class Peer:
         self.generation = -1
         self.jobs = 0
         self.counts = EngineCounts()
-        self.leaving = False
+        self.leaving = self.follows = False
         self.gone = False
         """True if nothing can be sent any more."""
         self.starved = False

@@ -355,7 +355,7 @@ class MachineService:
             peer.file = (found.st_dev, found.st_ino)
             peer.first_row = space.rows.add(fds[0], greeting.rows)
             peer.num_rows, peer.tier, peer.space = greeting.rows, greeting.tier, space
-            peer.weights = greeting.weights
+            peer.weights, peer.follows = greeting.weights, greeting.follows
             peer.hosted = space.tiers[greeting.tier]
             peer.hosted.engines.append(peer)
             space.peers.append(peer)

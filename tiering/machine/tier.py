@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
+from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
 from tiering.block_tier.definition import TierDefinition
 from tiering.errors import ConfigError, StoreError
@@ -29,6 +30,7 @@ from tiering.index.shared import SharedIndex
 from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
 from tiering.machine.counts import Medium
+from tiering.machine.engine_hints import MachineHints
 from tiering.machine.link import PROOF_SECONDS, Happening, Link, ServiceSocket, TierHost
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.options import MachineTierOptions
@@ -79,6 +81,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def __init__(self, context: TierContext, options: MachineTierOptions, host: TierHost | None = None) -> None:
         if context.rows_fd is None:
             raise ConfigError(f"tier {context.name}: the rows have no descriptor that the service could map")
+        hints = MachineHints(context, self._write, lambda: self.serving)
         self._context = replace(context, primary_view=memoryview(b""), rows_fd=None)  # the rows outlive no engine
         self.name = context.name
         self.traits = TierTraits(
@@ -90,6 +93,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
             announces_news=True,
             mixes_requests=True,
             intake=self,
+            hot_keys=hints,
         )
         self._clock = context.clock
         self._news = context.news
@@ -123,6 +127,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._index = SharedIndex(
             present_ttl=PRESENT_SECONDS, absent_ttl=ABSENT_SECONDS, lookup_deadline=options.lookup_deadline
         )
+        self._hints = hints
         self._host = host
         path = str(Path(options.socket).expanduser()) if host is None else host.address
         self._link = Link(path, context.name, self._greeting, self._news.announce, self._close_rows)
@@ -140,6 +145,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
             rows=self._num_rows,
             stride=self._stride,
             weights=self._weights,
+            follows=context.enable_events,
         ).text()
         return text, (self._rows_fd,)
 
@@ -247,6 +253,9 @@ class MachineTier(TierIntake, SecondaryTierManager):
             for first in range(0, max(1, len(keys)), MAX_KEYS):
                 self._write(Record(kind, flag=flag, text=request, keys=keys[first : first + MAX_KEYS]))
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._hints.take_events()
+
     def on_schedule_end(self) -> StepEnd:
         if self._out:
             self._flush()
@@ -275,6 +284,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
                     self._take(record, connection)
             elif what is Happening.UP:
                 self._connection = connection
+                self._hints.cleared()
                 self._change()
                 if self._owed:
                     self._write(Record(Kind.RESET, text=self._weights.encode()))
@@ -301,8 +311,10 @@ class MachineTier(TierIntake, SecondaryTierManager):
             if (probe := self._asked.pop(record.number, None)) is not None:
                 held = int(record.seconds)
                 self._index.end_probe(probe, held if 0 <= held <= len(probe.keys) else None, now)
-        elif record.kind == _WANTED and self.storing:
-            self._wanted += record.keys
+        elif record.kind == _WANTED:
+            self._wanted += record.keys if self.storing else ()
+        else:
+            self._hints.take(record)
 
     def _take_state(self, record: Record, connection: ServiceSocket) -> None:
         try:
@@ -375,6 +387,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._index.clear()
         self._asked.clear()
         self._wanted.clear()
+        self._hints.forget()
 
     def _end(self, number: int, arrived: bytes | Sequence[int]) -> None:
         """End a job; ``arrived`` has a truth value for each key, or is empty if none has arrived."""
@@ -385,6 +398,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
             self._stale.discard(number)
             arrived = bytes(len(keys))
         good = list(compress(keys, arrived))
+        if self.serving:
+            self._hints.stored(good)
         if job.is_promotion:
             self.stats.promotions_active -= len(keys)
             self.stats.promotions += len(good)
@@ -430,6 +445,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._stale.update(self._jobs)
         self._finished = [result._replace(success=False, successful_keys=()) for result in self._finished]
         self._forget()
+        self._hints.cleared()
         if follow:
             self._superseded = False
             if self._connection is not None and self._state is not None:

@@ -69,6 +69,8 @@ class Greeting:
     """Bytes from one row to the next."""
     weights: str = START
     """State of the weights."""
+    follows: bool = False
+    """True if the engine gets the keys of the blocks that leave the tier."""
 
     def text(self) -> bytes:
         """Return the greeting as the text of a record."""
@@ -93,7 +95,7 @@ class Greeting:
             texts = (found.tier, found.parameters, found.weights)
             if not all(type(word) is int and 0 <= word < 1 << 40 for word in numbers):
                 raise MessageError("a number of the greeting is beyond its bounds")
-            if not all(type(word) is str for word in texts) or len(text) > MAX_TEXT:
+            if not all(type(word) is str for word in texts) or type(found.follows) is not bool or len(text) > MAX_TEXT:
                 raise MessageError("a word of the greeting has the wrong type")
             found.parameters.encode()  # JSON also has characters that are no text
         except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -1,0 +1,389 @@
+"""Engines start warm, and follow what leaves a tier, through the service as without it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_s3 import FakeS3
+from tests.machine.engines import SmallEngine, key_of
+from tests.machine.hosts import service_in_thread
+from tests.machine.test_coalescing import PATIENT, bucket, is_block
+from tests.machine.test_turns import FakeEngine
+from tiering import ReqContext
+from tiering.api.engine import MissExplaining
+from tiering.api.keys import OffloadKey
+from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
+from tiering.block_tier.tier import BlockTier
+from tiering.epochs.hot_keys import hot_document, pack
+from tiering.explain.causes import MissCause
+from tiering.explain.explainer import Explainer, Missed
+from tiering.machine.hosted_hints import HostedHints
+from tiering.machine.messages import MAX_KEYS, Kind, Record
+from tiering.machine.namespaces import TierBuilder
+from tiering.machine.service import MachineService
+from tiering.secondary.contract import TierContext, TierHotKeys
+from tiering.secondary.hot_prefixes import PUBLISH_SECONDS
+from tiering.testing.clock import FakeClock
+from tiering.testing.fake_tier import FakeTier
+from tiering.testing.keys import keys_of
+
+WARM: dict[str, Any] = {"warm_start": {"seconds": 60}}
+DISK = {"type": "local", "name": "local", "capacity": "8MiB"}
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "cache.sock"
+
+
+@contextmanager
+def machine(
+    socket: Path, *tiers: Mapping[str, Any], **more: TierBuilder
+) -> Iterator[tuple[Callable[..., SmallEngine], MachineService]]:
+    """Run a service, and yield a function that makes engines of it, which end before it does."""
+    with service_in_thread(socket, *tiers, **more) as service, ExitStack() as undo:
+
+        def make(*names: str, **words: Any) -> SmallEngine:
+            made = SmallEngine(socket, names or ("local",), **words)
+            undo.callback(made.close)
+            assert made.serving()
+            return made
+
+        yield make, service
+
+
+def serve(engine: SmallEngine, numbers: Sequence[int], **params: Any) -> None:
+    """Use and store the blocks of a prompt, as a request does."""
+    ctx = ReqContext(f"used{numbers[0]}", {"kv_tiering": params} if params else None)
+    engine.manager.on_new_request(ctx)
+    engine.manager.touch([key_of(number) for number in numbers], ctx)
+    engine.store(numbers)
+    engine.manager.on_request_finished(ctx)
+    assert engine.stored()
+
+
+def warmed(engine: SmallEngine) -> list[int]:
+    """Return the numbers below 100 that a warm start has brought into the CPU tier."""
+    assert engine.stored()
+    return [number for number in range(100) if key_of(number) in engine.manager.primary_tier.readable]
+
+
+def documents(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("hot-*"))
+
+
+def one_engine(**words: Any) -> FakeEngine:
+    return FakeEngine("one", 0, follows=True, **words)
+
+
+class Hot(TierHotKeys):
+    """Hot keys of a fake tier, which a test chooses."""
+
+    def __init__(self, engines: Sequence[Sequence[Sequence[OffloadKey]]] = ()) -> None:
+        self.published: list[Sequence[Sequence[OffloadKey]]] = []
+        self._engines = engines
+
+    def publish(self, chains: Sequence[Sequence[OffloadKey]]) -> None:
+        self.published.append(chains)
+
+    def gather(self) -> Sequence[Sequence[Sequence[OffloadKey]]]:
+        return self._engines
+
+    def tier(self, context: TierContext | None = None) -> FakeTier:
+        made = FakeTier(name="hot")
+        made.traits = replace(made.traits, hot_keys=self)
+        return made
+
+
+# ---------------------------------------------------------------------------------------------------------- warm starts
+
+
+def test_an_engine_starts_warm_from_what_all_engines_of_the_service_used(tmp_path: Path, socket: Path) -> None:
+    """The service publishes at its end too, and serves a document that an earlier service has left."""
+    disk = {**DISK, "path": str(tmp_path / "disk")}
+    with machine(socket, disk) as (engine, _):
+        one, other = engine(**WARM), engine(**WARM)
+        serve(one, range(4))
+        serve(other, range(4, 8))
+        cold = engine()
+        assert warmed(cold) == []
+    assert len(documents(tmp_path)) == 1
+    with machine(socket, disk) as (engine, _):
+        late = engine(**WARM)
+        assert warmed(late) == list(range(8))
+        assert late.load(range(8)) == (list(range(8)), [])
+        assert late.manager.get_stats()["manager"]["warm_start_blocks"] == 8
+
+
+def test_engines_without_the_word_and_requests_that_keep_their_blocks_publish_nothing(
+    tmp_path: Path, socket: Path
+) -> None:
+    with machine(socket, {**DISK, "path": str(tmp_path / "disk")}) as (engine, _):
+        serve(engine(), range(4))
+        serve(engine(**WARM), range(4, 8), tiers=["local"])
+    assert documents(tmp_path) == []
+
+
+def test_after_a_reset_nothing_is_left_to_start_from(tmp_path: Path, socket: Path) -> None:
+    with machine(socket, {**DISK, "path": str(tmp_path / "disk")}) as (engine, _):
+        one = engine(revision="1", **WARM)
+        serve(one, range(4))
+        one.manager.reset_cache("2")
+        assert one.serving()
+        assert warmed(engine(revision="2", **WARM)) == []
+
+
+def test_long_prompts_are_loaded_from_their_head(tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix of more keys than a record has comes in parts."""
+    monkeypatch.setattr("tiering.machine.engine_hints.MAX_KEYS", 4)
+    with machine(socket, {**DISK, "path": str(tmp_path / "disk")}) as (engine, _):
+        serve(engine(**WARM), range(12))
+        few = {"warm_start": {"bytes": 4 * 16384, "seconds": 60}}
+        assert warmed(engine(**few)) == list(range(4))
+
+
+def test_keys_of_other_lengths_in_a_document_end_no_connection(tmp_path: Path, socket: Path) -> None:
+    """The lies cost their share of the warm start, and the service and its engines go on."""
+    disk = tmp_path / "disk"
+    with machine(socket, {**DISK, "path": str(disk)}) as (engine, service):
+        one = engine(**WARM)
+        serve(one, range(4))
+        ((space,), (document,)) = service._namespaces.values(), documents(tmp_path)
+        tier = space.tiers["local"].tier
+        assert isinstance(tier, BlockTier)
+        namespace = tier.namespace
+        assert namespace is not None
+        for size in (7, 200):
+            keys = [b"x" * size + key for key in keys_of(*range(40))]
+            name = hot_document(namespace, f"liar {size}")
+            (document.parent / name).write_bytes(pack(namespace, time.time(), [[key] for key in keys]))
+        new = engine(**WARM)
+        assert warmed(new) == list(range(4))
+        assert one.load(range(4)) == (list(range(4)), [])
+        serve(new, range(4, 8))
+        assert new.stat("cascades") == 4
+        assert new.manager.get_stats()["manager"]["warm_start_engines"] == 2
+
+
+def test_eight_engines_that_start_at_once_download_each_block_once(socket: Path, fake: FakeS3) -> None:
+    with machine(socket, bucket(fake)) as (engine, _):
+        serve(engine("s3", machine=PATIENT, **WARM), range(20))
+    fake.seen.clear()
+    few = {"warm_start": {"bytes": 12 * 16384, "seconds": 60}}
+    with machine(socket, bucket(fake)) as (engine, _):
+        engines = [engine("s3", machine=PATIENT, **few) for _ in range(8)]
+        while any(each.manager.has_pending_work() for each in engines):
+            for each in engines:
+                each.manager.on_schedule_end()
+        assert {len(warmed(each)) for each in engines} == {12}
+    gets = Counter(seen.name for seen in fake.asked("GET") if is_block(seen.name))
+    assert len(gets) == 12
+    assert sum(gets.values()) < 2 * 12
+
+
+def test_an_engine_with_a_process_of_its_own_starts_warm_and_announces_its_blocks(tmp_path: Path) -> None:
+    tier = {**DISK, "path": str(tmp_path / "disk")}
+    words = {"secondary": [tier], "io": "process", "open_deadline": "60s", "events": True, **WARM}
+    for expected in ([], [*range(4)]):
+        engine = SmallEngine(None, **words)
+        try:
+            assert warmed(engine) == expected
+            serve(engine, range(4))
+            assert {number for event in taken(engine) for number in event[2]} == set(range(4))
+        finally:
+            engine.close()
+
+
+def test_what_an_engine_may_get_is_bounded_and_shared_between_sources() -> None:
+    hot, engine = Hot([[keys_of(at) for at in range(100)], [keys_of(*range(1000, 1001 + MAX_KEYS))]]), one_engine()
+    hints = HostedHints(hot.tier())
+    hints.take_question(engine, Record(Kind.GATHER, 7, seconds=10.0))
+    assert hints.busy
+    hints.step(0.0, [engine])
+    assert [(record.number, record.flag, len(record.keys)) for record in engine.sent] == [
+        (7, 0, 1),
+        (7, 1, MAX_KEYS),
+        (7, 0, 0),
+    ]
+    assert not hints.busy
+
+
+def test_an_engine_whose_blocks_may_not_meet_those_of_the_tier_gets_no_keys() -> None:
+    hints, engine = HostedHints(Hot([[keys_of(1)]]).tier()), one_engine()
+    hints.take_question(engine, Record(Kind.GATHER, 7, seconds=10.0))
+    hints.step(0.0, ())
+    assert engine.sent == []
+
+
+def test_uses_are_published_at_once_and_then_every_30_seconds() -> None:
+    clock, hot = FakeClock(), Hot()
+    hints = HostedHints(hot.tier())
+    for published in (1, 1, 2):
+        hints.take_use(Record(Kind.USE, keys=keys_of(published)))
+        hints.step(clock(), ())
+        assert len(hot.published) == published
+        clock.advance(0.6 * PUBLISH_SECONDS)
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+def taken(engine: SmallEngine, tier: str = "local") -> list[tuple[bool, bool, list[int], int]]:
+    """Return the events of a tier since the last call: removed, evicted, numbers of the blocks, further blocks."""
+    events: list[OffloadingEvent] = engine.manager.take_events()
+    return [
+        (event.removed, event.evicted, [int.from_bytes(key[:32], "big") for key in event.keys], event.others)
+        for event in events
+        if event.tier == tier
+    ]
+
+
+def evictions(engine: SmallEngine) -> tuple[set[int], int]:
+    """Return the blocks that were announced as evicted since the last call, and the number of the others."""
+    events = [event for event in taken(engine) if event[0] and event[1]]
+    return {number for event in events for number in event[2]}, sum(event[3] for event in events)
+
+
+class AnnouncingTier(FakeTier):
+    """A fake tier with removals that a test announces."""
+
+    def __init__(self) -> None:
+        super().__init__(name="local")
+        self.events: list[OffloadingEvent] = []
+
+    def remove(self, *numbers: int, evicted: bool = False) -> None:
+        keys = keys_of(*numbers)
+        self.events.append(OffloadingEvent(keys, MEDIUM_STORAGE, LOCAL, self.name, removed=True, evicted=evicted))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        taken, self.events = self.events, []
+        return taken
+
+
+SMALL = {"type": "memory", "name": "local", "capacity": "256KiB"}
+
+
+def test_an_engine_announces_what_it_stores_and_what_the_service_evicts_of_that(socket: Path) -> None:
+    """Of the blocks of others it gets the number, by which capacities are judged."""
+    with machine(socket, SMALL) as (engine, service):
+        one, other = engine(events=True), engine(events=True)
+        serve(one, range(4))
+        assert {number for event in taken(one) for number in event[2]} == set(range(4))
+        assert taken(other) == []
+        for first in range(100, 160, 4):
+            serve(other, range(first, first + 4))
+        evicted, others = set[int](), 0
+
+        def all_gone() -> bool:
+            nonlocal evicted, others
+            found, further = evictions(one)
+            evicted, others = evicted | found, others + further
+            return evicted == set(range(4))
+
+        assert one.settle(all_gone)
+        assert 0 < others <= 60
+        assert all(not peer.behind for peer in service._peers.values())
+
+
+def test_a_block_that_an_engine_reads_is_announced_by_it_as_well(socket: Path) -> None:
+    with machine(socket, SMALL) as (engine, _):
+        serve(engine(), range(4))
+        other = engine(events=True)
+        assert other.load([1]) == ([1], [])
+        assert taken(other) == [(False, False, [1], 0)]
+
+
+def test_nothing_is_sent_to_engines_without_events() -> None:
+    tier = AnnouncingTier()
+    hints = HostedHints(tier)
+    quiet, follower = FakeEngine("quiet", 0), one_engine()
+    tier.remove(1, evicted=True)
+    hints.step(0.0, [quiet, follower])
+    assert quiet.sent == []
+    assert [(record.kind, record.flag, record.keys) for record in follower.sent] == [(Kind.REMOVED, 1, keys_of(1))]
+
+
+def test_an_engine_that_is_behind_loses_removals_and_gets_that_all_blocks_may_have_left() -> None:
+    tier, engine = AnnouncingTier(), one_engine(behind=True)
+    hints = HostedHints(tier)
+    for number in (1, 2):
+        tier.remove(number)
+        hints.step(0.0, [engine])
+    assert engine.sent == []
+    engine.behind = False
+    tier.remove(3)
+    hints.step(0.0, [engine])
+    assert [record.keys for record in engine.sent] == [(), keys_of(3)]
+
+
+def test_removals_of_a_reset_do_not_reach_the_blocks_that_were_stored_after_it() -> None:
+    tier, engine = AnnouncingTier(), one_engine()
+    hints = HostedHints(tier)
+    tier.remove(1)
+    hints.reset()
+    tier.remove(2)
+    hints.step(0.0, [engine])
+    assert [record.keys for record in engine.sent] == [keys_of(2)]
+
+
+def test_after_the_connection_has_ended_no_block_is_announced_any_more(tmp_path: Path, socket: Path) -> None:
+    disk = {**DISK, "path": str(tmp_path / "disk")}
+    one = SmallEngine(socket, events=True)
+    with machine(socket, disk):
+        assert one.serving()
+        serve(one, range(4))
+        assert taken(one)
+    found: Any = one.manager.secondary_tiers[0]
+    assert one.settle(lambda: not found.serving)
+    with machine(socket, disk):
+        assert one.serving()
+        assert [(event[0], set(event[2])) for event in taken(one)] == [(True, set(range(4)))]
+        one.close()
+
+
+def test_an_explanation_names_the_eviction_from_a_tier_of_the_service_its_age_and_the_capacity(socket: Path) -> None:
+    clock = FakeClock()
+    explainer = Explainer(MissExplaining({"cpu": 24, "local": 0}), 16, clock)
+    with machine(socket, SMALL) as (engine, _):
+        one, other = engine(events=True, rows=8), engine()
+        serve(one, range(4))
+        serve(one, range(200, 208))
+        for first in range(100, 124, 4):
+            serve(other, range(first, first + 4))
+
+        left = {key_of(number) for number in range(4)}
+
+        def gone() -> bool:
+            events = one.manager.take_events()
+            explainer.events(events)
+            explainer.settle()
+            left.difference_update(
+                key for event in events if event.evicted and event.tier == "local" for key in event.keys
+            )
+            return not left
+
+        assert one.settle(gone)
+        size = one.stat("capacity_bytes") // 16384
+        assert size == 16
+        explainer.set_capacity("local", size)
+        clock.advance(80.0)
+        keys = [key_of(number) for number in range(4)]
+        explainer.missed(Missed("r", 64, 0, 64, 64, keys, None))
+        explainer.started("r", 0)
+        explainer.settle()
+        found = explainer.answer("r")
+        assert found is not None
+        (span, *_) = found.spans
+        assert (span.cause, span.tier) == (MissCause.EVICTED, "local")
+        assert span.ages is not None
+        assert span.ages[1] >= 80.0
+        assert span.factor is not None
+        assert span.factor > 1.5

@@ -1,0 +1,51 @@
+"""The states of a tier that its engines have been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tiering.machine.engine_jobs import Engine
+from tiering.machine.messages import Kind, Record
+from tiering.machine.words import State
+from tiering.secondary.tier_stats import TierStats
+
+MOST_STORES = 256
+"""Largest number of blocks of stores that all engines together may have with a tier."""
+
+STATE_SECONDS = 1.0
+"""Seconds after which an engine gets the statistics although nothing has changed."""
+
+
+class StateReports:
+    """Sends the state of one tier to the engines for which it has changed, and the statistics once in a while."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Engine, tuple[object, float]] = {}
+
+    def drop(self, engine: Engine) -> None:
+        """Drop what ``engine`` has been sent, so that it gets the state again."""
+        self._sent.pop(engine, None)
+
+    def send(
+        self, engines: Sequence[Engine], now: float, generation: int, flags: int, state: State, stats: TierStats
+    ) -> None:
+        """Send what is due, with the window of each engine.
+
+        Args:
+            engines: the engines.
+            now: seconds of the service's clock.
+            generation: generation of the tier.
+            flags: flags of the state.
+            state: the state, without window and statistics.
+            stats: the statistics.
+        """
+        for engine in engines:
+            window = max(1, min(MOST_STORES, engine.num_rows // 4) // len(engines))
+            words = (flags, generation, state.weights, state.epoch, window)
+            sent, when = self._sent.get(engine, (None, 0.0))
+            if engine.behind or (sent == words and now < when + STATE_SECONDS):
+                continue
+            self._sent[engine] = words, now
+            text = replace(state, window=window, stats=stats.as_dict()).text()
+            engine.send(Record(Kind.STATE, generation, flags, text=text))
