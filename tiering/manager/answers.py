@@ -38,6 +38,9 @@ class BreachError(Exception):
 PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 """Exceptions that end the process. Signal handlers raise them, and they are no fault of the tier."""
 
+PLAIN = frozenset((tuple, list))
+"""Types of sequences whose methods are Python's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[_T_co]):
@@ -132,6 +135,10 @@ def _step_end(answer: object) -> StepEnd:
         return StepEnd()
     if not isinstance(answer, StepEnd):
         raise BreachError
+    if type(answer) is StepEnd:
+        wanted, rest, superseded, _ = answer
+        if type(wanted) in PLAIN and not wanted and type(rest) is float and rest >= 0.0 and superseded is False:
+            return answer  # as in most steps
     return StepEnd(_wanted(answer.wanted), _seconds(answer.rest), truth(answer.superseded), truth(answer.reset_done))
 
 

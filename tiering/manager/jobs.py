@@ -11,7 +11,7 @@ import numpy as np
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
-from tiering.manager.answers import CREDIT, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
+from tiering.manager.answers import CREDIT, PLAIN, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
 from tiering.manager.cascade_queue import AT_ONCE, NOBODY
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotion, Promotions
@@ -23,7 +23,6 @@ from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import HELD_FOR, JobResult, TransferJob
 
-_PLAIN = frozenset((tuple, list))
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 
 COUNTS_OVERDUE = 60.0
@@ -301,7 +300,7 @@ class TierJobs:
             given: Iterable[JobResult] = ()
             try:
                 given = state.tier.get_finished()
-                if type(given) in _PLAIN and not given:
+                if type(given) in PLAIN and not given:
                     continue
                 # What a generator returned before it raised counts. One that never ends must not be followed.
                 results += islice(given, len(state.jobs) + 1)
@@ -339,7 +338,7 @@ class TierJobs:
             self._note_held(state, job.block_ids)
         else:
             taken = result.successful_keys
-            self._tiers.note_unstored(state, job.keys, taken if taken and type(taken) in _PLAIN else ())
+            self._tiers.note_unstored(state, job.keys, taken if taken and type(taken) in PLAIN else ())
         self._primary.unpin(job.block_ids)
         state.cascading_rows -= len(job.block_ids)
         state.cascade_ended = self._clock()

@@ -34,7 +34,7 @@ _log = logging.getLogger("kv_tiering.manager")
 _T = TypeVar("_T")
 
 _NOTHING = StepEnd()
-_PLAIN = frozenset((tuple, list))
+_NO_ANSWER = object()
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -123,23 +123,15 @@ class SecondaryTiers:
             method: the method.
             arguments: arguments of the method.
         """
+        given: object = _NO_ANSWER
         try:
             given = method(*arguments)
-        except BaseException as error:
-            self.fail_raising(state, method, error)
-            return None
-        return self.read(state, answer, method, given, *arguments)
-
-    def read(
-        self, state: TierState, answer: Answer[_T], method: Callable[..., object], given: object, *arguments: object
-    ) -> _T | None:
-        """Return what a ``method`` of a tier has ``given``, as :meth:`ask` does."""
-        try:
             return answer.read(given, *arguments)
-        except PROCESS_ENDS:
-            raise
-        except BaseException:
-            self.fail(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
+        except BaseException as error:
+            if given is _NO_ANSWER or isinstance(error, PROCESS_ENDS):
+                self.fail_raising(state, method, error)
+            else:
+                self.fail(state, f"its {_name(method)} returned {text_of(given)} instead of {answer.expected}")
             return None
 
     def note_unstored(self, state: TierState, keys: Sequence[OffloadKey], taken: Sequence[OffloadKey] = ()) -> None:
@@ -204,18 +196,7 @@ class SecondaryTiers:
 
     def end_step(self, state: TierState) -> StepEnd:
         """End the step of a tier, and return its state; the default state if the tier breaks its contract."""
-        method = state.tier.on_schedule_end
-        try:
-            end = method()
-        except BaseException as error:
-            self.fail_raising(state, method, error)
-            return _NOTHING
-        if type(end) is StepEnd:
-            wanted, rest, superseded, _ = end
-            # Most steps end here, without a further call.
-            if type(wanted) in _PLAIN and not wanted and type(rest) is float and rest >= 0.0 and superseded is False:
-                return end
-        return self.read(state, STEP_END, method, end) or _NOTHING
+        return self.ask(state, STEP_END, state.tier.on_schedule_end) or _NOTHING
 
     def end_reset(self, state: TierState) -> None:
         """Return a tier to service if its medium has confirmed the reset by the end of this step.
