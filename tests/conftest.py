@@ -45,6 +45,9 @@ _PREFIX = "kv"
 _FOREIGN_THREADS = ("process_request_thread", "pytest_timeout", "execnet")
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
+# Before torch is imported: its threads would spin while they wait, and so take the cores from other test processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile(
     "default",
     derandomize=True,
