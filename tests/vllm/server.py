@@ -28,6 +28,16 @@ A start that fails is noticed at once, because its process ends.
 """
 END_SECONDS = 300.0
 """Longest end after SIGTERM."""
+_FORKS = """
+from multiprocessing.context import _concrete_contexts as methods
+from runpy import run_module
+methods["spawn"] = methods["fork"]
+run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+"""A server whose processes are forked, as vLLM forks them by default.
+
+On a CPU vLLM spawns them, and each imports vLLM for longer than a test takes.
+"""
 _PAUSE = threading.Event()
 
 
@@ -176,26 +186,27 @@ def _group_lives(group: int) -> bool:
 
 
 @contextlib.contextmanager
-def serve(model: Path, stack: dict[str, Any] | None, log: Path, *options: str, **environment: str) -> Iterator[Server]:
+def serve(
+    model: Path,
+    stack: dict[str, Any] | None,
+    log: Path,
+    *options: str,
+    spawns: bool = False,
+    **environment: str,
+) -> Iterator[Server]:
     """A server for ``model``, which gets SIGTERM at the end unless it has ended.
 
     Args:
         stack: the connector's extra configuration; None: no tiers.
+        spawns: True if engine core and workers are new processes, not copies of the front end.
     """
     transfers = [] if stack is None else ["--kv-transfer-config", json.dumps(transfer_config(stack))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--served-model-name",
-            "tiny",
-        ),
+        *(sys.executable, *(("-m", "vllm.entrypoints.openai.api_server") if spawns else ("-c", _FORKS))),
+        *("--model", str(model), "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
         *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", str(MAX_LEN)),
         *("--max-num-batched-tokens", "256", "--max-num-seqs", "8", "--return-tokens-as-token-ids"),
