@@ -1,13 +1,14 @@
 """Each refusal of the connector is the last line of an engine that does not start.
 
-Each engine has a process of its own. Where a refused model runs on accelerators only, or a refused vLLM is not the
-installed one, the engine's process describes a small model so before the engine starts.
+Each engine has a process of its own, which is forked from one that has imported vLLM. Where a refused model runs on
+accelerators only, or a refused vLLM is not the installed one, the engine's process describes a small model so before
+the engine starts. What vLLM's configuration refuses before any engine is in ``test_startup.py``.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +25,11 @@ from tests.vllm.models import (
     write_tokenizer,
     write_whisper,
 )
+from tests.vllm.rig import engine
 from tests.vllm.test_states import CPU, OPTIONS
 
-START = """
-import sys
-from pathlib import Path
-from tests.vllm.rig import prepare_environment
-prepare_environment()
-from tests.vllm.rig import engine
-model, stack, options, before = Path(sys.argv[1]), *map(eval, sys.argv[2:4]), sys.argv[4]
-exec(before)
-with engine(model, stack, **options):
-    pass
-"""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__, "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
 CHANGED = """
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1 import kv_cache_interface as kinds
@@ -104,22 +97,7 @@ def changed(message: str, change: str) -> Refused:
 
 
 REFUSED = {
-    "role": Refused(
-        'set "kv_both"',
-        {
-            "kv_transfer_config": {
-                "kv_connector": "TieringConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_module_path": "tiering.engines.vllm",
-                "kv_connector_extra_config": CPU,
-            }
-        },
-    ),
     "several hosts": Refused("keep an engine's workers on one host", {"nnodes": 2, "tensor_parallel_size": 2}),
-    "external launcher": Refused("use mp", {"distributed_executor_backend": "external_launcher"}),
-    "pipeline parallelism in mode simple": Refused(
-        "or tensor parallelism", {"pipeline_parallel_size": 2}, words={"mode": "simple"}
-    ),
     "pipeline parallelism and drafts": changed(
         "the drafts are computed on the last one; turn one of the two off",
         "config.parallel_config.pipeline_parallel_size, config.speculative_config = 2, object()",
@@ -201,13 +179,25 @@ SLOW = {
 """Refusals of a described engine that are tested without an engine too."""
 
 
+def start(refused: Refused, model: Path, errors: Path) -> None:
+    """Start the refused engine, in a process whose errors go to a file."""
+    with errors.open("w") as output:
+        os.dup2(output.fileno(), 2)
+    exec(refused.before, {})
+    with engine(model, {**CPU, **refused.words}, **refused.options):
+        pass
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in REFUSED]
 )
 def test_an_engine_that_cannot_work_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     refused = REFUSED[name]
     model = refused.write(tmp_path / "model")
-    command = [sys.executable, "-c", START, str(model), repr({**CPU, **refused.words}), repr(refused.options)]
-    done = subprocess.run([*command, refused.before], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode != 0
-    assert refused.message in done.stderr.strip().splitlines()[-1]
+    process = FORKS.Process(target=start, args=(refused, model, tmp_path / "errors"))
+    process.start()
+    process.join(600)
+    code = process.exitcode
+    process.kill()
+    assert code not in (None, 0)
+    assert refused.message in (tmp_path / "errors").read_text().strip().splitlines()[-1]
