@@ -111,9 +111,13 @@ def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests() -> Non
     ("kind", "hash_block_size", "is_warned_of"),
     [("mamba", 16, True), ("mamba", 64, False), ("full_attention", 16, False)],
 )
-def test_states_inside_of_blocks_are_warned_of(kind: str, hash_block_size: int, is_warned_of: bool) -> None:
-    groups = (KVCacheGroup(("layer.0",), 64), KVCacheGroup(("layer.1",), 64, None, kind))
-    warning = lost_states(EngineConfig((64, 64), hash_block_size, groups))
+@pytest.mark.parametrize(("size", "stores_tails"), [(64, False), (128, True), (64, True)])
+def test_states_inside_of_blocks_are_warned_of_where_they_are_lost(
+    kind: str, hash_block_size: int, is_warned_of: bool, size: int, stores_tails: bool
+) -> None:
+    groups = (KVCacheGroup(("layer.0",), size), KVCacheGroup(("layer.1",), 64, None, kind))
+    warning = lost_states(EngineConfig((size, 64), hash_block_size, groups), stores_tails=stores_tails)
+    is_warned_of = is_warned_of and not (stores_tails and size == 64)
     assert (warning is not None and "leave --prefix-match-unit out" in warning) is is_warned_of
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiering.api.engine import KVCacheGroup, OffloadingSpec
+from tiering.api.engine import EngineConfig, KVCacheGroup, OffloadingSpec
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.errors import ConfigError
 
@@ -201,6 +201,26 @@ def offload_groups(groups: Sequence[KVCacheGroup], hash_block_size: int, factor:
     built = [_offload_group(idx, group, hash_block_size, factor) for idx, group in enumerate(groups)]
     ends = {group.offloaded_block_size for group in built if group.is_full}
     return tuple(dataclasses.replace(group, hit_ends=_unused_between(group, ends)) for group in built)
+
+
+def tail_unit(groups: Sequence[OffloadGroup], engine: EngineConfig) -> int:
+    """Return the distance between ends of hits inside of blocks, in tokens; 0 if there are no such ends.
+
+    Engines with states may match prefixes in smaller steps than their blocks (vLLM: ``--prefix-match-unit``). This is
+    followed if such an end lies in the same block of all groups, and if each of them needs that block and no later one.
+
+    Args:
+        groups: the KV-cache groups.
+        engine: configuration of the engine.
+    """
+    sizes = {group.offloaded_block_size for group in groups}
+    simple = all(group.is_full or group.is_state for group in groups)
+    steps = any(group.lookahead_blocks or group.block_size_factor > 1 for group in groups)
+    if len(sizes) > 1 or not simple or steps or not any(group.is_state for group in groups):
+        return 0
+    if engine.has_scratch or engine.context_parallel_size > 1 or engine.hash_block_size >= min(sizes):
+        return 0
+    return engine.hash_block_size
 
 
 def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ...]:

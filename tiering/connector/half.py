@@ -142,9 +142,10 @@ class SchedulerHalf(ABC, Generic[State]):
         limit = request.num_tokens - self._search.tokens_to_leave
         if state.policy.max_load_tokens is not None:
             limit = min(limit, state.policy.max_load_tokens)
-        return self._offer(
-            state, num_computed_tokens, self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
-        )
+        hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
+        if self._search.tails is not None:
+            hit = self._search.tails.extend(hit, state, num_computed_tokens, limit)
+        return self._offer(state, num_computed_tokens, hit)
 
     @counts_seconds
     def update_state_after_alloc(

@@ -6,17 +6,23 @@ request's block table therefore does not tell which block has which state. The e
 prefix cache keeps, with their block, in the step that computes them. No other state is ever stored.
 
 The block keeps the state until the engine allocates it again, and the fences let the copy end before that.
+
+A state inside of a block is the tail of a prompt (:class:`tiering.connector.hits.Tails`). The attention blocks that are
+filled up to it are stored with it, from their places in the request's block table. Tokens that are computed meanwhile
+are written behind that end, where no hit reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.transfer import as_rows
 from tiering.connector.groups import OffloadGroup
+from tiering.connector.hits import Tails
 from tiering.connector.jobs import BlockFences
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
@@ -25,6 +31,9 @@ from tiering.connector.stores import Offer, StorePlanner
 Handed = tuple[int, int, int]
 """A state that the engine hands over: KV-cache group, GPU block, and number of tokens before it."""
 
+Place = tuple[int, int]
+"""A place of a request: KV-cache group and end in tokens."""
+
 
 class HandedStates:
     """Planner that orders the stores of handed-over states; a state without room now is dropped.
@@ -32,7 +41,8 @@ class HandedStates:
     A state is stored under these conditions:
 
     - Its request runs in this step, may store the tokens, and no block of the request is distrusted.
-    - It is a state of whole blocks, and of tokens that are confirmed at the end of the step.
+    - It is a state of tokens that are confirmed at the end of the step. Inside of a block, the states of all groups are
+      handed over there, and hits may end there.
     - Its hash exists, and no load writes its block.
 
     Args:
@@ -40,6 +50,7 @@ class HandedStates:
         manager: accepts blocks and assigns rows.
         fences: fences of the GPU blocks.
         stores: planner of the other stores, which opens the jobs and counts the states that find no room.
+        tails: the hits that end inside of a block; None if there are none.
     """
 
     def __init__(
@@ -48,11 +59,13 @@ class HandedStates:
         manager: OffloadingManager,
         fences: BlockFences,
         stores: StorePlanner,
+        tails: Tails | None,
     ) -> None:
         self._groups = groups
         self._manager = manager
         self._fences = fences
         self._stores = stores
+        self._tails = tails
 
     def plan(self, output: Any, states: Mapping[ReqId, RequestState]) -> dict[ReqId, TransferOrder]:
         """Return the orders for the states that the engine hands over with a step, by request.
@@ -78,38 +91,66 @@ class HandedStates:
         placeholders: int = getattr(request, "num_output_placeholders", 0)
         computed = min(request.num_computed_tokens + scheduled_tokens - placeholders, request.num_tokens)
         state.extend_keys(self._groups)
-        blocks = self._usable(state, handed, min(computed, state.store_limit))
-        if not blocks or self._fences.is_written(list(blocks.values())):
+        places = self._usable(state, handed, min(computed, state.store_limit))
+        if not places or self._fences.is_written([block for _, block in places.values()]):
             return None
-        offers = [self._offer(state, group, blocks) for group in self._groups]
+        offers = [self._offer(group, places) for group in self._groups]
         keys = list(chain.from_iterable(offer.keys for offer in offers))
         stored = self._manager.prepare_store(keys, state.ctx)
         if stored is None:
             self._stores.refused_offers += 1
             return None
-        for group, position in blocks:
-            state.groups[group].cursor = max(state.groups[group].cursor, position + 1)
+        for group, end in places:
+            whole, tail = divmod(end, self._groups[group].offloaded_block_size)
+            if not tail:
+                state.groups[group].cursor = max(state.groups[group].cursor, whole)
         if not len(stored.keys_to_store):
             return None
-        return self._stores.order(state, offers, keys, stored.keys_to_store, stored.store_spec)
+        return self._stores.order(state, offers, keys, stored.keys_to_store, stored.store_spec, describes=False)
 
     @staticmethod
-    def _offer(state: RequestState, group: OffloadGroup, blocks: Mapping[tuple[int, int], int]) -> Offer:
-        positions = [position for group_idx, position in blocks if group_idx == group.group_idx]
-        keys = [state.keys[group.group_idx][position] for position in positions]
-        return Offer(positions, keys, as_rows([blocks[group.group_idx, position] for position in positions]))
+    def _offer(group: OffloadGroup, places: Mapping[Place, tuple[OffloadKey, int]]) -> Offer:
+        ends = [end for index, end in places if index == group.group_idx]
+        offered = [places[group.group_idx, end] for end in ends]
+        positions = [(end - 1) // group.offloaded_block_size for end in ends]
+        return Offer(positions, [key for key, _ in offered], as_rows([block for _, block in offered]))
 
-    def _usable(self, state: RequestState, handed: Iterable[Handed], end: int) -> dict[tuple[int, int], int]:
-        """Return the GPU block of each usable state, by group and position, in this order."""
-        blocks: dict[tuple[int, int], int] = {}
+    def _usable(self, state: RequestState, handed: Iterable[Handed], limit: int) -> dict[Place, tuple[OffloadKey, int]]:
+        """Return the key and the GPU block of each block to store, in the order of their places."""
+        blocks: dict[Place, int] = {}
         twice = set()
-        for group_idx, block, tokens in handed:
-            if not 0 <= group_idx < len(self._groups):
-                continue
-            group = self._groups[group_idx]
-            position, tail = divmod(tokens, group.offloaded_block_size)
-            if group.is_state and block and not tail and 0 < position <= len(state.keys[group_idx]) and tokens <= end:
-                place = (group_idx, position - 1)
-                if blocks.setdefault(place, block) != block:
-                    twice.add(place)  # which of the two blocks has the state is not known
-        return {place: blocks[place] for place in sorted(blocks) if place not in twice}
+        for index, block, end in handed:
+            known = 0 <= index < len(self._groups) and self._groups[index].is_state
+            if known and block and 0 < end <= limit and blocks.setdefault((index, end), block) != block:
+                twice.add((index, end))  # which of the two blocks has the state is not known
+        usable: dict[Place, tuple[OffloadKey, int]] = {}
+        for place, block in blocks.items():
+            whole, tail = divmod(place[1], self._groups[place[0]].offloaded_block_size)
+            keys = state.keys[place[0]]
+            if not tail and place not in twice and whole <= len(keys):
+                usable[place] = (keys[whole - 1], block)
+        if self._tails is not None:
+            for end in {end for _, end in blocks}:
+                usable |= self._tail(state, self._tails.keys(state, end), end, blocks, twice)
+        return {place: usable[place] for place in sorted(usable)}
+
+    def _tail(
+        self,
+        state: RequestState,
+        keys: Sequence[OffloadKey],
+        end: int,
+        blocks: Mapping[Place, int],
+        twice: Collection[Place],
+    ) -> dict[Place, tuple[OffloadKey, int]]:
+        """Return key and GPU block of each group for the tail at ``end``; none if a group lacks its block."""
+        found: dict[Place, tuple[OffloadKey, int]] = {}
+        for group, key in zip(self._groups, keys, strict=False):
+            place, table = (group.group_idx, end), state.groups[group.group_idx].block_ids
+            block = blocks.get(place, 0)
+            if group.is_full:
+                position = end // group.gpu_block_size
+                block = table[position] if position < len(table) else 0
+            if not block or place in twice:
+                return {}
+            found[place] = (key, block)
+        return found

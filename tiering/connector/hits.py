@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.connector.groups import GroupKind, OffloadGroup
+from tiering.connector.tracked import TrackedRequest
 
 MAX_WINDOW_PROBES = 64
 """Number of times that one search may shorten the hit because a window block is missing.
@@ -37,6 +38,64 @@ class Hit(NamedTuple):
     """True if a later search may give another result."""
 
 
+class Tails:
+    """The hits that end inside of a block, and the keys of the blocks that are filled up to there.
+
+    An engine with states may keep the state at the last border of hash-blocks in a prompt. The states there, and the
+    attention blocks that are filled up to there, are stored under the hash of that border: no whole block has it. What
+    an attention block holds behind that border is computed again after a hit.
+
+    Args:
+        groups: the KV-cache groups, whose blocks have the same size.
+        held: probes the tiers.
+        unit: tokens in a hash-block.
+    """
+
+    def __init__(self, groups: Sequence[OffloadGroup], held: PrefixLookup, unit: int) -> None:
+        self._groups = groups
+        self._held = held
+        self._unit = unit
+        self._size = groups[0].offloaded_block_size
+        self._probed = sorted(range(len(groups)), key=lambda index: not groups[index].is_state)
+        """Indexes of the groups in the order of a probe: the states are missing most often."""
+
+    def keys(self, state: TrackedRequest[Any], end: int) -> list[OffloadKey]:
+        """Return the keys of the blocks that are filled up to token ``end``, by group.
+
+        None, if blocks end there, if ``end`` has no hash, or if the request has a variant.
+        """
+        hashes = state.request.block_hashes
+        if end % self._size == 0 or end % self._unit or end > len(hashes) * self._unit or state.variant is not None:
+            return []
+        name = hashes[end // self._unit - 1]
+        return [name + group.key_suffix for group in self._groups]
+
+    def extend(self, hit: Hit, state: TrackedRequest[Any], computed: int, limit: int) -> Hit:
+        """Return a longer hit that ends inside the block after ``hit``; ``hit`` itself if there is none.
+
+        The ends in that block are probed from the right, and all of them before an answer is waited for.
+
+        Args:
+            hit: the longest hit of whole blocks; it is not pending.
+            state: the request.
+            computed: tokens that the engine has computed.
+            limit: largest number of tokens that the hit may cover.
+        """
+        base, pending = max(hit.tokens, computed), False
+        if hit.pending or base % self._size:
+            return hit
+        last = min(limit, base + self._size - 1)
+        for end in range(last - last % self._unit, base, -self._unit)[:MAX_WINDOW_PROBES]:
+            keys = self.keys(state, end)
+            if keys:
+                wanted = [keys[index] for index in self._probed]
+                answer = self._held.match_prefix(wanted, state.ctx, at_least=len(wanted))
+                pending = pending or answer.pending
+                if answer.hits == len(wanted):
+                    return Hit(end, pending)
+        return Hit(hit.tokens, pending)
+
+
 class HitSearch:
     """Search for the longest prefix beyond the computed tokens that all groups hold.
 
@@ -46,6 +105,7 @@ class HitSearch:
         most_probes: number of times that one search may shorten the hit because a block of a window or a state is
             missing; default: :data:`MAX_WINDOW_PROBES`.
         has_scratch: True if the engine makes the content of other groups anew after a hit; default: False.
+        tail_unit: distance between the ends of hits inside of blocks; 0 (default): hits end only where blocks do.
     """
 
     def __init__(
@@ -54,10 +114,13 @@ class HitSearch:
         held: PrefixLookup,
         most_probes: int = MAX_WINDOW_PROBES,
         has_scratch: bool = False,
+        tail_unit: int = 0,
     ) -> None:
         self._groups = groups
         self._held = held
         self._most_probes = most_probes
+        self.tails = Tails(groups, held, tail_unit) if tail_unit else None
+        """The hits that end inside of a block; None if there are none."""
         self._full = [group for group in groups if group.is_full]
         self.measure = (self._full or groups)[0]
         """The group whose blocks measure the length of a hit: the first full-attention group, if any."""

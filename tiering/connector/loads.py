@@ -140,10 +140,13 @@ class LoadPlanner:
         """
         computed = state.match.computed if state.match is not None else 0
         end = computed + external_tokens
-        parts = [self._part(state, group, computed, end) for group in self._groups]
+        tails = self._search.tails.keys(state, end) if self._search.tails is not None else []
+        parts = [self._part(state, group, computed, end, tails) for group in self._groups]
         keys = list(chain.from_iterable(part.keys for part in parts))
         measured = parts[self._search.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
+        if tails and source is not None:
+            self._manager.touch(tails, state.ctx)
         invalid = list(chain.from_iterable(part.block_ids for part in parts))
         if source is not None:
             if held < len(keys):
@@ -207,8 +210,13 @@ class LoadPlanner:
         """Forget all keys that are being loaded, so that no request waits for them."""
         self._loading.clear()
 
-    def _part(self, state: RequestState, group: OffloadGroup, computed: int, end: int) -> _Part:
-        """Return the part of ``group`` in a load of the tokens from ``computed`` to ``end``."""
+    def _part(
+        self, state: RequestState, group: OffloadGroup, computed: int, end: int, tails: Sequence[OffloadKey]
+    ) -> _Part:
+        """Return the part of ``group`` in a load of the tokens from ``computed`` to ``end``.
+
+        ``tails`` are the keys of the blocks in which a hit ends, by group; empty if it ends where blocks do.
+        """
         factor, group_state = group.block_size_factor, state.groups[group.group_idx]
         table = group_state.block_ids
         last = min(-(-end // group.gpu_block_size), len(table))
@@ -218,6 +226,10 @@ class LoadPlanner:
             first += 1
         if first >= last:
             return _Part(0, [], ())
+        if tails:  # the block in which the hit ends has a key of its own
+            has_last = last * group.gpu_block_size >= end
+            keys = [*group_state.keys[first : last - 1], tails[group.group_idx]] if has_last else []
+            return _Part(first, table[first:last], keys)
         return _Part(first, table[first:last], group_state.keys[first // factor : -(-last // factor)])
 
     def _pin(

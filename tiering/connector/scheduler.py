@@ -37,7 +37,7 @@ from tiering.connector.counters import counts_seconds
 from tiering.connector.described_runs import DescribedRuns
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
-from tiering.connector.groups import build_groups
+from tiering.connector.groups import build_groups, tail_unit
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
 from tiering.connector.handed_states import HandedStates
 from tiering.connector.hints import FollowedHints
@@ -83,12 +83,12 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         engine_events: EngineEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        groups = build_groups(spec)
+        groups, engine = build_groups(spec), spec.engine
         longest_wait = sharer_wait(spec)
         self._spec = spec
         self.manager = spec.get_manager()
         """Manager of the tiers."""
-        search = HitSearch(groups, self.manager, has_scratch=spec.engine.has_scratch)
+        search = HitSearch(groups, self.manager, has_scratch=engine.has_scratch, tail_unit=tail_unit(groups, engine))
         tables = FencedTables(groups, {})
         describes = bool(spec.extra_config.get("self_describing_kv_events", False))
         config = OffloadingKVEventsConfig(enable_kv_cache_events, describes)
@@ -104,8 +104,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, longest_wait, clock)
         """Planner of loads."""
         self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
-        states = any(group.is_state for group in groups)
-        self._handed = HandedStates(groups, self.manager, self.fences, self._stores) if states else None
+        states, tails = any(group.is_state for group in groups), search.tails
+        self._handed = HandedStates(groups, self.manager, self.fences, self._stores, tails) if states else None
         self._storing: set[ReqId] = set()
         """Ids of the requests that may have blocks to store soon, or may not be stored at present.
 

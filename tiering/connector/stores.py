@@ -257,8 +257,13 @@ class StorePlanner:
         offered: list[OffloadKey],
         wanted: list[OffloadKey],
         destination: LoadStoreSpec,
+        *,
+        describes: bool = True,
     ) -> TransferOrder:
-        """Open the job of a store, fence its GPU blocks, and return its transfer order."""
+        """Open the job of a store, fence its GPU blocks, and return its transfer order.
+
+        With ``describes``, KV events will describe the blocks: they are whole.
+        """
         chosen: list[NDArray[np.bool_] | None] = [None] * len(offers)
         if wanted != offered:
             wanted, destination, chosen = _in_offered_order(offers, offered, wanted, destination)
@@ -273,7 +278,7 @@ class StorePlanner:
                 ids = ids.reshape(-1, factor)[mask].reshape(-1)
             runs.append(ids)
             firsts.append(positions[0] * factor if positions else 0)
-            if described:
+            if described and describes:
                 self._events.record_stores(state.request, group, list(positions), keys)
         block_ids = runs[0] if len(runs) == 1 else np.concatenate(runs)
         job = self._jobs.open(state.ctx, list(wanted))

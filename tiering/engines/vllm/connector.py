@@ -123,8 +123,6 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         """vLLM's KV-cache configuration of each pipeline stage."""
         check_supported(vllm_config, kv_cache_config, kind_of, TransferResults is not None, _hands_over_states())
         geometry = geometry_of(vllm_config, kv_cache_config, stages=self.stages)
-        if not is_worker and (warning := lost_states(geometry.engine)) is not None:
-            logger.warning("%s", warning)
         self._kept = kept_groups(kv_cache_config, kind_of)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._may_rest = parallel.pipeline_parallel_size == getattr(parallel, "data_parallel_size", 1) == 1
@@ -140,7 +138,10 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._identifies_adapters = self._can_identify_adapters(getattr(vllm_config, "lora_config", None))
         if is_worker and self._identifies_adapters:
             self._watch_adapters(vllm_config.lora_config, geometry)
-        if self._start_simple(vllm_config, kv_cache_config, geometry, is_worker):
+        is_simple = self._start_simple(vllm_config, kv_cache_config, geometry, is_worker)
+        if not is_worker and (warning := lost_states(geometry.engine, stores_tails=not is_simple)) is not None:
+            logger.warning("%s", warning)
+        if is_simple:
             return
         if read_stack(vllm_config.kv_transfer_config.kv_connector_extra_config).layout == "canonical":
             geometry = geometry_of(vllm_config, kv_cache_config, canonical=True, stages=self.stages)

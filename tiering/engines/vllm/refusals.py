@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiering.api.engine import EngineConfig
-from tiering.connector.groups import KINDS, GroupKind
+from tiering.connector.groups import KINDS, GroupKind, offload_groups, tail_unit
 from tiering.engines.vllm.geometry import first_spec
 from tiering.engines.vllm.kept_groups import is_skipped
 from tiering.errors import ConfigError
@@ -104,12 +104,15 @@ def _check_states(vllm_config: Any, group: Any, name: str) -> None:
         raise ConfigError(f"{name}: ReplaySSM does not keep whole states; turn use_replayssm off")
 
 
-def lost_states(engine: EngineConfig) -> str | None:
-    """Return a warning if vLLM keeps states inside of blocks, which are not stored; None otherwise.
+def lost_states(engine: EngineConfig, *, stores_tails: bool) -> str | None:
+    """Return a warning if vLLM keeps states inside of blocks that are not stored; None otherwise.
 
     Args:
         engine: the engine's configuration.
+        stores_tails: True if states inside of blocks are stored where the groups allow it.
     """
+    if stores_tails and tail_unit(offload_groups(engine.groups, engine.hash_block_size), engine):
+        return None
     for group, size in zip(engine.groups, engine.block_sizes, strict=True):
         if KINDS.get(group.kind) is GroupKind.STATE and engine.hash_block_size < size:
             return (
