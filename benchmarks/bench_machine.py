@@ -4,9 +4,9 @@ The service is a process of its own (``kv-tiering serve``). The first part count
 one process look the same prompts up at the same time, in blocks of 256 KiB, behind a bucket that answers a GET after
 25 ms. The second part plays conversations, whose turns go to any of four engines, with CPU tiers of 32 blocks and disks
 large enough for all blocks; "one shared disk" is the share of blocks that some engine has had before. The third part is
-the cost of the scheduler's thread: lookups of blocks that are known to be held, and the end of a step that sends a
-message with two lookups, a load of 16 blocks and a notice, and of the next one, which reads the answers to it; then the
-same from the lookups to the results, beside a tier in the process.
+the cost of the scheduler's thread: lookups of blocks that the disk holds, as engines read it in memory of the service,
+and the end of a step that sends a message with a load of 16 blocks and a notice, and of the next one, which reads the
+results; then the same from two lookups to the results, beside a tier in the process.
 
 The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, and loads and stores of 2 MiB beside the steps of ``interference``, whose engine

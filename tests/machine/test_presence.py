@@ -1,4 +1,4 @@
-"""What engines read of a tier's blocks is what the tier has noted, and only the service writes it."""
+"""Engines read the blocks that a tier has noted, and only the service writes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_another_file_is_refused(make: Callable[[], int]) -> None:
 
 
 def read_on(fd: int, numbers: int, pipe: Connection) -> None:
-    """Look for blocks that are held all the time, until the pipe has something; sends the number of looks, or -1."""
+    """Look for blocks that are held all the time, until the pipe has something; send the looks, or -1."""
     reader, looks = Presence(fd), 0
     keys = [key_of(number) for number in range(numbers)]
     pipe.send("up")

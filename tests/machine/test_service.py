@@ -28,7 +28,7 @@ from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, message
 from tiering.machine.service import IDLE_SECONDS, MachineService
 from tiering.machine.words import Greeting
 from tiering.primary.memory.region import SharedRegion
-from tiering.secondary.contract import TierContext
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import key_of
@@ -498,3 +498,17 @@ def test_the_end_of_a_service_gives_its_address_space_back(path: Path) -> None:
             engine = SmallEngine(path)
             assert engine.serving()
             engine.close()
+
+
+def test_a_greeting_that_no_tier_can_serve_gives_its_address_space_back(path: Path) -> None:
+    """The engine tries again for as long as it runs."""
+
+    def refuse(context: TierContext) -> SecondaryTierManager:
+        raise ConfigError("the blocks are too large")
+
+    region = SharedRegion.create(8, STRIDE)
+    with service_in_thread(path, MEMORY, other=refuse):
+        for _ in range(40):
+            with pytest.raises(TieringError, match="the blocks are too large"):
+                greet(str(path), greeting().text(), (region.fd,))
+    region.close()

@@ -156,7 +156,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         inert_in_children(self, InertTier)
 
     def note_blocks(self, notes: BlockNotes) -> None:
-        """Keep ``notes`` of the blocks held from now on; the tier is not open yet, and its medium is not shared."""
+        """Keep ``notes`` of the blocks held; the tier is not open yet, and its medium is not shared."""
         self._events.notes = notes
 
     # -------------------------------------------------------------------------------------------------- for subclasses

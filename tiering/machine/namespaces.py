@@ -147,7 +147,7 @@ class HostedNamespace:
         self.broken.clear()
 
     def _note_blocks(self, name: str, tier: BlockTier) -> None:
-        """Let engines read what a new tier holds; those that are connected have mapped the notes of the tier before."""
+        """Let engines read the blocks of a new tier; the file is that of the tier of this name before it."""
         if name in self.presence:
             self.presence[name].clear()
         else:

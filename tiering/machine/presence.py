@@ -68,6 +68,14 @@ def _mark(key: OffloadKey, seed: int) -> int:
     return xxh3_64_intdigest(key, seed) or 1
 
 
+def _mapped(fd: int, protection: int) -> mmap.mmap:
+    """Map the file; children do not have it, and a core dump would make all its pages."""
+    found = mmap.mmap(fd, _BYTES, mmap.MAP_SHARED, protection)
+    found.madvise(mmap.MADV_DONTFORK)
+    found.madvise(mmap.MADV_DONTDUMP)
+    return found
+
+
 class Presence:
     """The blocks of a tier, as an engine reads them.
 
@@ -82,8 +90,7 @@ class Presence:
     def __init__(self, fd: int) -> None:
         if os.fstat(fd).st_size != _BYTES or not fcntl.fcntl(fd, _GET_SEALS) & _SHRINK:
             raise RegionError("it has another size, or anyone could cut it")
-        self._map = mmap.mmap(fd, _BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._map.madvise(mmap.MADV_DONTFORK)
+        self._map = _mapped(fd, mmap.PROT_READ)
         self._words = memoryview(self._map).cast("Q")
         self._buckets: _Marks = np.frombuffer(self._map, np.uint64).reshape(-1, BUCKET)
         if self._words[0] != MAGIC:
@@ -136,9 +143,9 @@ class PresenceTable:
     def __init__(self, name: str) -> None:
         self._name = name
         self.fd = make_sealed("kv-tiering-presence", _BYTES)
-        """Descriptor of the file, of which engines get copies."""
+        """Descriptor of the file, which engines get as well."""
         try:
-            self._map = mmap.mmap(self.fd, _BYTES)
+            self._map = _mapped(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
             fcntl.fcntl(self.fd, _ADD_SEALS, _FUTURE_WRITE | _SEAL)
             os.posix_fallocate(self.fd, 0, 2 * _BUCKET_BYTES << FIRST_BITS)
         except BaseException:
@@ -193,7 +200,7 @@ class PresenceTable:
         return mark & mask | self._size, mark >> 32 & mask | self._size
 
     def _grow(self) -> None:
-        """Enter the marks into a table of twice the size, in which each has its old place in one of two buckets."""
+        """Enter the marks into a table of twice the size, each at its old place in one of two buckets."""
         size, bits = self._size, self._size.bit_length()
         try:
             if bits > MOST_BITS:

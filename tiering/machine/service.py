@@ -431,7 +431,11 @@ class MachineService:
                 self._generations,
                 self._replica_of(namespace),
             )
-            space.build(greeting.weights)
+            try:
+                space.build(greeting.weights)
+            except BaseException:
+                space.close()
+                raise
             self._namespaces[greeting.parameters] = space
         elif (space.groups, space.rows.stride) != (greeting.group_bytes, greeting.stride):
             raise ConfigError("another engine of this namespace has blocks of other sizes")
