@@ -22,7 +22,7 @@ from tiering.replay.result import ReplayResult
 from tiering.replay.trace import TraceRequest
 
 BLOCK_BYTES = 1 << 20
-DISK = {"type": "local", "path": "/var/cache/kv", "capacity": "100TiB"}
+DISK = {"type": "local", "path": "/var/cache/kv", "capacity": "10TiB"}
 RATIOS = (1, 2, 4, 8)
 LIMIT = 1.3
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from benchmarks.gate_model import FRESH, LENGTHS, Cell, Cold, Comparison, cold, cold_grid, compare, grid
+from benchmarks.gate_model import FRESH, LENGTHS, PREFILLS, Cell, Cold, Comparison, cold, cold_grid, compare, grid
 from benchmarks.harness import Bench
 
 SEEDS = 5
@@ -34,7 +34,7 @@ def _speeds(cell: Cell) -> str:
 
 
 def run(bench: Bench) -> None:
-    cells = grid(20 if bench.quick else 50)
+    cells = grid(10, PREFILLS[:1]) if bench.quick else grid(50)
     first = [compare(cell) for cell in cells]
     compared = first + [compare(cell, seed) for seed in range(1, 1 if bench.quick else SEEDS) for cell in cells]
     for tokens in LENGTHS:
