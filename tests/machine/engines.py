@@ -117,9 +117,9 @@ class SmallEngine:
         return self.settle(lambda: not self.manager.has_pending_work())
 
     def serving(self, tier: int = 0) -> bool:
-        """Run steps until a tier is in service."""
+        """Run steps until a tier is in service, and has found its old blocks."""
         found: Any = self.manager.secondary_tiers[tier]
-        return self.settle(lambda: found.serving)
+        return self.settle(lambda: found.serving and not found.get_stats().recovering)
 
     def stat(self, name: str, tier: str = "local") -> int:
         return int(self.manager.get_stats()["tiers"][tier][name])

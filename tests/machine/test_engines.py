@@ -196,7 +196,7 @@ def test_a_reset_while_the_service_is_away_holds_when_it_is_back(
     one.weights = 1
     assert not one.manager.reset_cache()
     service.restart()
-    assert one.serving()
+    assert one.settle(lambda: one.manager.secondary_tiers[0].storing)  # type: ignore[attr-defined]
     assert one.load(range(8)) == ([], [])
     one.store(range(8))
     assert one.stored()

@@ -426,6 +426,28 @@ def test_a_tier_that_raises_is_out_of_service_and_the_others_serve(path: Path) -
         good.close()
 
 
+def test_a_reset_that_the_service_has_made_at_the_greeting_is_not_made_again(path: Path) -> None:
+    """The engine stores from the first one on, and a second would drop what it has stored."""
+    resets: list[str | None] = []
+
+    class Counting(FakeTier):
+        def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
+            resets.append(revision)
+            return super().reset(deadline, revision, follow)
+
+    with service_in_thread(path, fake=lambda context: Counting(context.name)):
+        one = Raw(path, tier="fake", weights="private:x")
+        while not one.receive(Kind.STATE).text.startswith(b"private:x"):
+            pass
+        one.send(Record(Kind.RESET, text=b"private:x"), Record(Kind.LOOKUP, 5, keys=[key_of(1)]))
+        assert one.receive(Kind.ANSWER).number == 5
+        assert len(resets) == 1
+        one.send(Record(Kind.RESET, text=b"private:y"), Record(Kind.LOOKUP, 6, keys=[key_of(1)]))
+        assert one.receive(Kind.ANSWER).number == 6
+        assert len(resets) == 2
+        one.close()
+
+
 # ------------------------------------------------------------------------------------------------------------- engines
 
 

@@ -154,7 +154,7 @@ class HostedTier:
             self._reports.drop(engine)
         elif kind == Kind.RESET:
             engine.weights = checked_weights(record.text)
-            if engine.weights != self.weights or revision_of(engine.weights) is None:
+            if engine.weights != self.weights or engine.weights == START:
                 self.move(engine.weights)
         elif kind == Kind.TOUCH:
             if self.attached(engine):
