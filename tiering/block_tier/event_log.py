@@ -44,7 +44,7 @@ class EventLog:
         tier: name of the tier.
         distance: distance of the medium. Events have the medium "CPU" for memory, "STORAGE" for all else, and the
             locality "REMOTE" on the network.
-        enabled: False: the log collects nothing.
+        enabled: False: the log collects nothing, until its attribute is set.
         shared: True if other processes write to the medium as well.
     """
 
@@ -52,7 +52,8 @@ class EventLog:
         self._tier = tier
         self._medium = MEDIUM_CPU if distance == "process" else MEDIUM_STORAGE
         self._locality = REMOTE if distance == "network" else LOCAL
-        self._enabled = enabled
+        self.enabled = enabled
+        """False: the log collects nothing."""
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._events = EventQueue()
         self.notes: BlockNotes | None = None
@@ -62,7 +63,7 @@ class EventLog:
         """Announce that ``keys`` are readable on the medium."""
         if self.notes is not None:
             self.notes.stored(keys)
-        if not self._enabled or not keys:
+        if not self.enabled or not keys:
             return
         if self._announced is None:
             self._add(list(keys), removed=False)
@@ -71,7 +72,7 @@ class EventLog:
 
     def read(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` were read from the medium, if it is shared: others may have stored them."""
-        if self._enabled and self._announced is not None:
+        if self.enabled and self._announced is not None:
             self._announce(self._announced, keys)
 
     def removed(self, keys: Sequence[OffloadKey], *, evicted: bool = False) -> None:
@@ -83,7 +84,7 @@ class EventLog:
         """
         if self.notes is not None:
             self.notes.removed(keys)
-        if not self._enabled or not keys:
+        if not self.enabled or not keys:
             return
         gone = list(keys)
         if self._announced is not None:
@@ -100,10 +101,10 @@ class EventLog:
         """
         if self.notes is not None:
             self.notes.clear()
-        if self._enabled and self._announced is not None:
+        if self.enabled and self._announced is not None:
             DISPOSAL.add(tables)
             tables, self._announced = [self._announced], OrderedDict()
-        if self._enabled:
+        if self.enabled:
             self._events.clear(self._event([], removed=True), tables)
         else:
             DISPOSAL.add(tables)

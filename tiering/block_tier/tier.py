@@ -185,6 +185,10 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         """Number of attempts in a row to open the medium, or to enter an epoch, that failed."""
         return self._life.service.failures
 
+    def collect_events(self) -> None:
+        """Collect events from now on, though the context did not ask for them."""
+        self._events.enabled = True
+
     def announce_removed(self, keys: Sequence[OffloadKey]) -> None:
         """Announce that ``keys`` are not held any more, though neither evicted nor corrupt (for subclasses)."""
         self._events.removed(keys)

@@ -151,6 +151,8 @@ class HostedTier:
             self._take_lookup(engine, record)
         elif kind == Kind.FOLLOWED:
             engine.generation = record.number
+            if engine.follows:
+                self.hints.follow()
             self._reports.drop(engine)
         elif kind == Kind.RESET:
             engine.weights = checked_weights(record.text)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.manager import OffloadingEvent
+from tiering.block_tier.tier import BlockTier
 from tiering.machine.engine_jobs import Engine
 from tiering.machine.messages import MAX_KEY_BYTES, MAX_KEYS, Kind, Record
 from tiering.secondary.contract import MAX_ENGINES, SecondaryTierManager, TierHotKeys
@@ -48,6 +49,11 @@ class HostedHints:
     def busy(self) -> bool:
         """True if an engine waits for hot keys."""
         return bool(self._asking)
+
+    def follow(self) -> None:
+        """Let the tier collect events, because an engine that follows them is about to use it."""
+        if isinstance(self._tier, BlockTier):
+            self._tier.collect_events()
 
     def take_use(self, record: Record) -> None:
         """Record that a request of an engine used a prefix which may be published."""

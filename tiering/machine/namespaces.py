@@ -118,7 +118,6 @@ class HostedNamespace:
                     group_bytes=self.groups,
                     namespace=self.namespace,
                     clock=self._clock,
-                    enable_events=True,
                     replica=self._replica,
                     revision=revision_of(weights),
                     news=news,
