@@ -209,20 +209,7 @@ def test_the_programs_of_the_documents_pass_the_type_checker_as_a_users_would(tm
     names = ", ".join(name for name in (*vars(tiering)["__all__"], *vars(tiering.tier)) if not name.startswith("_"))
     programs.append(tmp_path / "all_names.py")
     programs[-1].write_text(f"from tiering import *\nfrom tiering.tier import *\n\nprint({names})\n")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file",
-        str(ROOT / "pyproject.toml"),
-        "--follow-imports=silent",
-    ]
-    command += [
-        "--cache-dir",
-        str(ROOT / ".mypy_cache" / "documents"),
-        *map(str, programs),
-        str(ROOT / "examples" / "library_quickstart.py"),
-    ]
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    command += [*map(str, programs), str(ROOT / "examples" / "library_quickstart.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout
