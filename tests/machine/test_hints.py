@@ -237,7 +237,10 @@ def test_uses_are_published_at_once_and_then_every_30_seconds() -> None:
 
 
 def taken(engine: SmallEngine, tier: str = "local") -> list[tuple[bool, bool, list[int], int]]:
-    """Return the events of a tier since the last call: removed, evicted, numbers of the blocks, further blocks."""
+    """Return the events of a tier since the last call.
+
+    Each has a flag for a removal and for an eviction, the numbers of its blocks, and the number of further blocks.
+    """
     events: list[OffloadingEvent] = engine.manager.take_events()
     return [
         (event.removed, event.evicted, [int.from_bytes(key[:32], "big") for key in event.keys], event.others)
@@ -272,7 +275,7 @@ SMALL = {"type": "memory", "name": "local", "capacity": "256KiB"}
 
 
 def test_an_engine_announces_what_it_stores_and_what_the_service_evicts_of_that(socket: Path) -> None:
-    """Of the blocks of others it gets the number, by which capacities are judged."""
+    """Blocks of other engines are counted, because capacities are judged by all evictions."""
     with machine(socket, SMALL) as (engine, service):
         one, other = engine(events=True), engine(events=True)
         serve(one, range(4))

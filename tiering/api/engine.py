@@ -108,7 +108,10 @@ class MissExplaining:
     socket: Path | None = None
     """UNIX socket on which the engine answers; None: a new one in the user's runtime directory."""
     block_bytes: int = 1
-    """Bytes of the largest block, the unit of capacities that a tier reports and the stack does not have; default 1."""
+    """Bytes of the largest block; default 1.
+
+    The unit of capacities that are not in the stack and that a tier reports.
+    """
 
 
 def blocks_per_chunk(extra_config: Mapping[str, Any], gpu_block_sizes: Collection[int]) -> int:

@@ -78,7 +78,7 @@ class OffloadingEvent:
     evicted: bool = field(default=False, compare=False)
     """True if the blocks are gone because the tier evicted them for room; default False."""
     others: int = field(default=0, compare=False)
-    """Number of further blocks that the tier evicted with them, and that this engine has not announced; default 0."""
+    """Number of further blocks that the tier evicted, and that this engine has not announced; default 0."""
 
 
 class LookupOutcome(NamedTuple):

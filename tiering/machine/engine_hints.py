@@ -11,7 +11,10 @@ from tiering.machine.messages import MAX_KEYS, Kind, Record
 from tiering.secondary.contract import MAX_ENGINES, TierContext, TierHotKeys
 
 KEYS_PER_ROW = 2
-"""Hot keys that are asked for, per row: some of them no tier holds any more, or several engines have published."""
+"""Hot keys that are asked for, per row.
+
+Some of them no tier holds any more, or several engines have published.
+"""
 
 
 class MachineHints(TierHotKeys):

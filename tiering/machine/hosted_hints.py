@@ -1,4 +1,4 @@
-"""The hints of a tier of the service for its engines: hot keys, and the keys of blocks that have left the tier.
+"""The hints of a tier of the service for its engines: hot keys, and blocks that have left the tier.
 
 Engines send the prefixes that their requests use, and the service publishes those of all engines together. An engine
 that starts asks for what was published. Engines that follow events get the keys of the blocks that have left the tier,
@@ -24,7 +24,10 @@ RUN_KEYS = 4
 """Keys that each run counts more than it has, because each is a record of its own."""
 
 EVENTS_PER_STEP = 64
-"""Number of times that a step takes events: the end of a reset may have millions of keys, some thousands at a time."""
+"""Number of times that a step takes events.
+
+A reset may remove millions of keys, which a tier returns some thousands at a time.
+"""
 
 
 class HostedHints:
@@ -108,7 +111,7 @@ class HostedHints:
 
     @staticmethod
     def _answer(engine: Engine, record: Record, found: Sequence[Sequence[Sequence[OffloadKey]]]) -> None:
-        """Send the runs of all sources in turn, as many as the engine has asked for, and a record without keys."""
+        """Send the runs of all sources in turn, as many as the engine wants, and a record without keys."""
         left = min(MOST_HOT, int(record.seconds))
         for source, run in _in_turn(found):
             if left <= 0:

@@ -86,9 +86,12 @@ class Kind(IntEnum):
     KEPT = 27
     """Service: verified blocks in the rows that an earlier process has left; the text has a word per row."""
     HOT = 28
-    """Service: a run of published keys, the flag is the number of its engine; without keys: no more follow."""
+    """Service: a run of published keys, the flag is the number of its engine; without keys: the end."""
     REMOVED = 29
-    """Service: keys of blocks that have left the tier, the flag is 1 for evictions; without keys: any may have left."""
+    """Service: keys of blocks that have left the tier, the flag is 1 for evictions.
+
+    Without keys: any block may have left.
+    """
     BYE = 26
     """Service: the last record; nothing touches the engine's rows any more."""
 

@@ -18,7 +18,7 @@ STATE_SECONDS = 1.0
 
 
 class StateReports:
-    """Sends the state of one tier to the engines for which it has changed, and the statistics once in a while."""
+    """Sends the state of one tier to its engines, when it has changed, and the statistics once in a while."""
 
     def __init__(self) -> None:
         self._sent: dict[Engine, tuple[object, float]] = {}

@@ -1,4 +1,4 @@
-"""The prefixes that requests used lately, and the times at which they are published for engines that start later."""
+"""The prefixes that requests used lately, and the times at which they are published."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HotPrefixes:
         self._published = -math.inf
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that a request used a prefix, which nobody changes any more."""
+        """Record that a request used a prefix, which is not changed any more."""
         self._chains.append(keys[:MOST_USES])
         self._uses += len(self._chains[-1])
         while self._uses > MOST_USES:
