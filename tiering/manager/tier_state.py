@@ -57,7 +57,7 @@ class TierState:
     The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
     """
     intake: TierIntake
-    """Part of the tier that chooses its blocks; the contract's own, which takes all, for a tier without one."""
+    """Part of the tier that chooses its blocks; by default the contract's own, which takes all."""
     worth: Worth | None = None
     """Measured worth of the tier; None: it is not measured."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
