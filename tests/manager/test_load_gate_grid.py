@@ -28,10 +28,12 @@ def test_the_first_prompts_of_a_fresh_engine_take_a_bounded_time() -> None:
     assert [one for one in fast if one.first > 1.01] == []
 
 
-@pytest.mark.parametrize("assumed", [1_000.0, 100_000.0])
-def test_another_assumption_costs_the_first_prompts_more(monkeypatch: pytest.MonkeyPatch, assumed: float) -> None:
+@pytest.mark.parametrize(("assumed", "least"), [(1_000.0, 8.0), (100_000.0, 20.0)])
+def test_another_assumption_costs_the_first_prompts_more(
+    monkeypatch: pytest.MonkeyPatch, assumed: float, least: float
+) -> None:
     monkeypatch.setattr(prefill, "ASSUMED_SPEED", assumed)
-    assert max(cold(cell).first for cell in COLD) > 10.0
+    assert max(cold(cell).first for cell in COLD) > least
 
 
 def test_the_choice_is_never_worse_than_the_better_one_and_a_gate_that_always_loads_is() -> None:

@@ -98,9 +98,13 @@ class Engine:
     scheduled: list[int] = field(default_factory=list)
     """Number of tokens of each step."""
     computed: int = 0
-    """Prompt tokens that vLLM computed; what a request computes again after its preemption does not count."""
-    _starts: dict[str, int] = field(default_factory=dict)
-    """By request: its first prompt token that was computed; -1 once it was preempted."""
+    """Prompt tokens that vLLM computed, by the first step of each request.
+
+    What a request computes again later does not count: after its preemption, or because blocks that it found in the
+    engine's cache turned out to be invalid.
+    """
+    _running: set[str] = field(default_factory=set)
+    """Requests that have had a step."""
     _started: int = 0
     _answers: dict[str, Answer] = field(default_factory=dict)
 
@@ -237,16 +241,11 @@ class Engine:
         self.connector.get_external_cache_hit_sources = telling
 
     def _count_computed(self, output: Any) -> None:
-        for name in output.finished_req_ids:
-            self._starts.pop(name, None)
-        for name in output.preempted_req_ids or ():
-            self._starts[name] = -1
-        for name in output.num_scheduled_tokens:
+        self._running.difference_update(output.finished_req_ids)
+        for name in output.num_scheduled_tokens.keys() - self._running:
             request = self.scheduler.requests[name]
-            before = self._starts.get(name, request.num_prompt_tokens)
-            start = min(before, request.num_computed_tokens)  # smaller than before if a load has failed
-            self._starts[name] = start
-            self.computed += before - start
+            self.computed += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            self._running.add(name)
 
     def check_causes(self, timeout: float = 10.0) -> None:
         """Fail unless each prompt token that vLLM computed has one cause, if the stack explains misses."""
