@@ -186,8 +186,8 @@ class Subject:
                 if rule == "auto":
                     measured.chosen.append(chosen)
         shown = ", ".join(f"{rule} {1e3 * statistics.median(values):.0f}" for rule, values in measured.ttft.items())
-        chosen = Counter(measured.chosen).most_common()
-        progress(f"{tokens} tokens, speed {speed:g}, load {loaded}: {measured.verdict}: {shown} ms, {chosen}")
+        choices = Counter(measured.chosen).most_common()
+        progress(f"{tokens} tokens, speed {speed:g}, load {loaded}: {measured.verdict}: {shown} ms, {choices}")
         return measured
 
     def change(self, speed: float) -> Change:
