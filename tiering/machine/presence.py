@@ -192,7 +192,10 @@ class PresenceTable:
         self._buckets[self._size : 2 * self._size] = 0
 
     def close(self) -> None:
-        """Close the file; engines that have mapped it keep it."""
+        """Close the file, of a tier that was shut down; engines that have mapped it keep it."""
+        self._words.release()
+        self._buckets = np.empty((0, BUCKET), np.uint64)
+        self._map.close()
         os.close(self.fd)
 
     def _choices(self, mark: int) -> tuple[int, int]:
