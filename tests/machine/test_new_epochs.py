@@ -50,7 +50,7 @@ def engine(service: MachineService) -> Iterator[Callable[[], SmallEngine]]:
 
 
 def attached(service: MachineService) -> int:
-    """Return the number of tiers that engines use; each has a connection, over which its new generation comes."""
+    """Return the number of tiers that engines use, each over a connection of its own."""
     peers = [peer for space in service._namespaces.values() for peer in list(space.peers)]
     return sum(peer.hosted is not None and peer.hosted.attached(peer) for peer in peers)
 
