@@ -28,7 +28,7 @@ GUIDES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
 }
 
 REFUSED: Mapping[str, Any] = {
-    "hints": {"prefetch": True},
+    "hints": {"release": False},
     "record_trace": {"path": "/x/trace"},
     "explain": {},
     "report_cached": True,
@@ -36,7 +36,7 @@ REFUSED: Mapping[str, Any] = {
     "inclusion": {"primary": {"capacity": "64MiB", "inclusion": "exclusive"}},
     "layout": "canonical",
     "load_or_compute": {"secondary": [{"type": "memory", "capacity": "64MiB", "load_or_compute": "auto"}]},
-    "mode": "simple",
+    "mode": {"mode": "simple", "primary": {"capacity": "64MiB"}, "secondary": [], "revision": None},
     "events": True,
 }
 """Words that all doors refuse, each with a value, or with the words around it."""
