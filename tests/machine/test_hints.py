@@ -314,6 +314,17 @@ def test_nothing_is_sent_to_engines_without_events() -> None:
     assert [(record.kind, record.flag, record.keys) for record in follower.sent] == [(Kind.REMOVED, 1, keys_of(1))]
 
 
+def test_the_removals_of_a_step_are_one_record_for_each_kind() -> None:
+    tier, engine = AnnouncingTier(), one_engine()
+    for number in range(1000):
+        tier.remove(number, evicted=number < 500)
+    HostedHints(tier).step(0.0, [engine])
+    assert [(record.flag, record.keys) for record in engine.sent] == [
+        (1, keys_of(*range(500))),
+        (0, keys_of(*range(500, 1000))),
+    ]
+
+
 def test_an_engine_that_is_behind_loses_removals_and_gets_that_all_blocks_may_have_left() -> None:
     tier, engine = AnnouncingTier(), one_engine(behind=True)
     hints = HostedHints(tier)

@@ -8,6 +8,8 @@ before the results that come later. What an engine has stored or read itself nee
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.manager import OffloadingEvent
@@ -105,9 +107,9 @@ class HostedHints:
             events = list(self._tier.take_events())
             if not events:
                 break
-            for event in events if followers else ():
-                if event.removed and event.order >= self._first:
-                    self._send_removed(event, followers)
+            removed = [event for event in events if followers and event.removed and event.order >= self._first]
+            for evicted, some in groupby(removed, attrgetter("evicted")):
+                self._send_removed([key for event in some for key in event.keys], evicted, followers)
 
     @staticmethod
     def _answer(engine: Engine, record: Record, found: Sequence[Sequence[Sequence[OffloadKey]]]) -> None:
@@ -121,14 +123,15 @@ class HostedHints:
                 engine.send(Record(Kind.HOT, record.number, flag=source, keys=keys))
         engine.send(Record(Kind.HOT, record.number))
 
-    def _send_removed(self, event: OffloadingEvent, engines: Sequence[Engine]) -> None:
-        for first in range(0, len(event.keys), MAX_KEYS):
-            for keys in _sendable(event.keys[first : first + MAX_KEYS]):
+    def _send_removed(self, removed: Sequence[OffloadKey], evicted: bool, engines: Sequence[Engine]) -> None:
+        """Send keys in few records, because an engine with many that wait is behind."""
+        for first in range(0, len(removed), MAX_KEYS):
+            for keys in _sendable(removed[first : first + MAX_KEYS]):
                 for engine in engines:
                     if engine.behind:
                         self._lost.add(engine)
                     elif engine not in self._lost:
-                        engine.send(Record(Kind.REMOVED, flag=int(event.evicted), keys=keys))
+                        engine.send(Record(Kind.REMOVED, flag=int(evicted), keys=keys))
 
 
 def _sendable(keys: Sequence[OffloadKey]) -> Iterable[Sequence[OffloadKey]]:
