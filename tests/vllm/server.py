@@ -34,7 +34,7 @@ from runpy import run_module
 methods["spawn"] = methods["fork"]
 run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 """
-"""A server whose processes are forked, as vLLM forks them by default.
+"""A server on a CPU whose processes are forked, which vLLM does by default where there is no GPU in use.
 
 On a CPU vLLM spawns them, and each imports vLLM for longer than a test takes.
 """
@@ -186,20 +186,16 @@ def _group_lives(group: int) -> bool:
 
 
 @contextlib.contextmanager
-def serve(
-    model: Path,
-    stack: dict[str, Any] | None,
-    log: Path,
-    *options: str,
-    spawns: bool = False,
-    **environment: str,
-) -> Iterator[Server]:
+def serve(model: Path, stack: dict[str, Any] | None, log: Path, *options: str, **environment: str) -> Iterator[Server]:
     """A server for ``model``, which gets SIGTERM at the end unless it has ended.
 
     Args:
         stack: the connector's extra configuration; None: no tiers.
-        spawns: True if engine core and workers are new processes, not copies of the front end.
+        environment: further variables; with ``SPAWN``, engine core and workers are new processes, which import vLLM.
     """
+    from torch.cuda import is_available
+
+    spawns = "SPAWN" in environment or is_available()
     transfers = [] if stack is None else ["--kv-transfer-config", json.dumps(transfer_config(stack))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -38,7 +38,7 @@ def two_workers(
     stack = {"mode": request.param, "primary": {"capacity": "32MiB"}}
     options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(llama, stack, log, *options, spawns=True, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+    with serve(llama, stack, log, *options, SPAWN="1", VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert shared_memory.is_clean()
         yield server
     assert shared_memory.is_clean()
