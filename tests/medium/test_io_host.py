@@ -203,13 +203,16 @@ def test_a_unit_is_no_larger_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     assert {place for places in places_of(store, "put") for place in places} == set(range(40))
 
 
-@pytest.mark.parametrize(("size", "least"), [(PAGE, 8), (1 << 20, 2), (4 << 20, 1)])
-def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(size: int, least: int) -> None:
+@pytest.mark.parametrize(("size", "least_put", "least_get"), [(PAGE, 16, 8), (1 << 20, 2, 2), (4 << 20, 1, 1)])
+def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(
+    size: int, least_put: int, least_get: int
+) -> None:
     primary, store = Primary(16, size), DictStore()
     with running_host(store, primary, threads=16, single_units=False) as host:
-        host.submit(make_job(primary, STORE, range(16)))
-        finish(host)
-    assert {len(places) for places in places_of(store, "put")} == {least}
+        for job_id, (load, operation, least) in enumerate(((STORE, "put", least_put), (LOAD, "get", least_get))):
+            host.submit(make_job(primary, load, range(16), job_id=job_id))
+            finish(host)
+            assert {len(places) for places in places_of(store, operation)} == {least}
 
 
 def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
