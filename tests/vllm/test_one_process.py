@@ -85,15 +85,14 @@ def test_negative_control_what_was_not_loaded_rightly_shows(
     assert wrong(tiered.ask(PROMPTS), expected["prompts"]) == []
 
 
-def test_a_prompt_that_is_held_whole(tiered: Engine, expected: dict[str, list[Answer]], mode: str) -> None:
+def test_a_prompt_that_is_held_whole(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
     tiered.ask(WHOLE)
     tiered.evict()
     steps = len(tiered.scheduled)
     answers, loaded = tiered.loaded(lambda: tiered.ask(WHOLE))
     assert wrong(answers, expected["whole"]) == []
-    last = 0 if mode == "tiering" else 1  # the simple scheduler leaves the block of the last token to be computed
-    assert loaded == (6 - last) * BLOCK_BYTES
-    assert max(tiered.scheduled[steps:]) == max(1, last * BLOCK)
+    assert loaded == 6 * BLOCK_BYTES
+    assert max(tiered.scheduled[steps:]) == 1
 
 
 def test_prefill_in_chunks_is_stored_and_loaded(tiered: Engine, expected: dict[str, list[Answer]]) -> None:
