@@ -290,9 +290,8 @@ def _answer(output: Any) -> Answer:
 
 
 def _explained(stack: dict[str, Any]) -> dict[str, Any]:
-    """Return a stack that explains misses, unless its mode or its tiers in another process cannot."""
-    refuses = stack.get("mode") == "simple" or stack.get("io") == "process" or "machine" in stack
-    return stack if refuses else {"explain": {}, **stack}
+    """Return a stack that explains misses, unless its mode cannot."""
+    return stack if stack.get("mode") == "simple" else {"explain": {}, **stack}
 
 
 def transfer_config(stack: dict[str, Any], policy: str = "recompute") -> dict[str, Any]:
