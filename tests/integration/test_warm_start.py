@@ -97,6 +97,19 @@ def test_a_restart_is_warm_from_its_own_directory_before_any_request(tmp_path: P
         assert (stat(second, "warm_start_blocks"), stat(second, "warm_start_engines")) == (12, 1)
 
 
+def test_the_first_request_after_a_restart_does_not_replace_what_was_published_before(tmp_path: Path) -> None:
+    """An engine that is killed soon after its start leaves the document of its earlier life."""
+    with opened(local(tmp_path), **WARM) as first:
+        serve(first, K[:8])
+    (document,) = (tmp_path / "documents").glob(f"{HOT}*")
+    content = document.read_bytes()
+    with opened(local(tmp_path), **WARM) as second:
+        assert warmed(second) == K[:8]
+        serve(second, K[8:9])
+        assert document.read_bytes() == content
+    assert document.read_bytes() != content
+
+
 def test_without_a_document_a_restart_is_cold_and_the_blocks_are_still_on_the_disk(tmp_path: Path) -> None:
     with opened(local(tmp_path)) as first:
         serve(first, K[:8])

@@ -144,18 +144,21 @@ def test_after_a_reset_nothing_is_left_to_start_from(tmp_path: Path, socket: Pat
 def test_long_prompts_are_loaded_from_their_head(tmp_path: Path, socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix of more keys than a record has comes in parts."""
     monkeypatch.setattr("tiering.machine.engine_hints.MAX_KEYS", 4)
-    with machine(socket, {**DISK, "path": str(tmp_path / "disk")}) as (engine, _):
+    disk = {**DISK, "path": str(tmp_path / "disk")}
+    with machine(socket, disk) as (engine, _):
         serve(engine(**WARM), range(12))
+    with machine(socket, disk) as (engine, _):
         few = {"warm_start": {"bytes": 4 * 16384, "seconds": 60}}
         assert warmed(engine(**few)) == list(range(4))
 
 
 def test_keys_of_other_lengths_in_a_document_end_no_connection(tmp_path: Path, socket: Path) -> None:
     """The lies cost their share of the warm start, and the service and its engines go on."""
-    disk = tmp_path / "disk"
-    with machine(socket, {**DISK, "path": str(disk)}) as (engine, service):
+    disk = {**DISK, "path": str(tmp_path / "disk")}
+    with machine(socket, disk) as (engine, _):
+        serve(engine(**WARM), range(4))
+    with machine(socket, disk) as (engine, service):
         one = engine(**WARM)
-        serve(one, range(4))
         ((space,), (document,)) = service._namespaces.values(), documents(tmp_path)
         tier = space.tiers["local"].tier
         assert isinstance(tier, BlockTier)
@@ -223,14 +226,25 @@ def test_an_engine_whose_blocks_may_not_meet_those_of_the_tier_gets_no_keys() ->
     assert engine.sent == []
 
 
-def test_uses_are_published_at_once_and_then_every_30_seconds() -> None:
+def test_uses_are_published_30_seconds_after_the_first_of_them() -> None:
     clock, hot = FakeClock(), Hot()
     hints = HostedHints(hot.tier())
-    for published in (1, 1, 2):
+    for published in (0, 0, 1, 1, 1, 2):
         hints.take_use(Record(Kind.USE, keys=keys_of(published)))
         hints.step(clock(), ())
         assert len(hot.published) == published
         clock.advance(0.6 * PUBLISH_SECONDS)
+
+
+def test_a_service_that_starts_again_leaves_the_document_of_its_earlier_life_to_engines_that_start(
+    tmp_path: Path, socket: Path
+) -> None:
+    disk = {**DISK, "path": str(tmp_path / "disk")}
+    with machine(socket, disk) as (engine, _):
+        serve(engine(**WARM), range(8))
+    with machine(socket, disk) as (engine, _):
+        serve(engine(**WARM), range(2))
+        assert warmed(engine(**WARM)) == list(range(8))
 
 
 # --------------------------------------------------------------------------------------------------------------- events
