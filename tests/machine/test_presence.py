@@ -178,6 +178,19 @@ def test_a_reader_in_another_process_finds_what_is_held_while_the_table_grows(ta
     process.join(PATIENCE)
 
 
+def test_a_forked_child_that_drops_the_map_loses_no_memory_of_its_own(table: PresenceTable) -> None:
+    """Its later memory may lie where the map would be, if it had none."""
+    reader, keys = Presence(table.fd), [key_of(number) for number in range(FEW)]
+    table.stored(keys)
+    child = os.fork()
+    if not child:
+        own = [mmap.mmap(-1, presence._BYTES >> 3) for _ in range(12)]
+        held_there = reader.leading(keys)
+        del reader
+        os._exit(0 if [memory[0] for memory in own] == [0] * len(own) and held_there == FEW else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 # ------------------------------------------------------------------------------------------------ service and engines
 
 CAPACITY = "2MiB"

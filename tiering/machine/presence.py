@@ -69,9 +69,11 @@ def _mark(key: OffloadKey, seed: int) -> int:
 
 
 def _mapped(fd: int, protection: int) -> mmap.mmap:
-    """Map the file; children do not have it, and a core dump would make all its pages."""
+    """Map the file; a core dump would make all its pages.
+
+    Children have the map too: the end of one that they lacked would unmap what lies in its place there.
+    """
     found = mmap.mmap(fd, _BYTES, mmap.MAP_SHARED, protection)
-    found.madvise(mmap.MADV_DONTFORK)
     found.madvise(mmap.MADV_DONTDUMP)
     return found
 
