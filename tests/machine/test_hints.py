@@ -31,7 +31,7 @@ from tiering.machine.namespaces import TierBuilder
 from tiering.machine.service import MachineService
 from tiering.secondary.contract import TierContext, TierHotKeys
 from tiering.secondary.hot_prefixes import PUBLISH_SECONDS
-from tiering.testing.clock import FakeClock
+from tiering.testing.clock import FakeClock, until
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 
@@ -316,6 +316,20 @@ def test_a_block_that_an_engine_reads_is_announced_by_it_as_well(socket: Path) -
         other = engine(events=True)
         assert other.load([1]) == ([1], [])
         assert taken(other) == [(False, False, [1], 0)]
+
+
+def test_a_block_that_left_before_its_result_was_sent_is_not_announced(socket: Path) -> None:
+    """Its removal has come already, so that it would stay announced."""
+    with machine(socket, SMALL) as (engine, service):
+        one = engine(events=True)
+        one.store([1, 2])
+        one.manager.on_schedule_end()
+        (space,) = service._namespaces.values()
+        found: Any = space.tiers["local"].tier
+        assert until(lambda: key_of(1) in found.index.held and key_of(2) in found.index.held, 60.0)
+        space.presence["local"].removed([key_of(1)])
+        assert one.stored()
+        assert taken(one) == [(False, False, [2], 0)]
 
 
 def test_nothing_is_sent_to_engines_without_events() -> None:

@@ -8,6 +8,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.block_tier.event_log import EventLog
 from tiering.machine.messages import MAX_KEYS, Kind, Record
+from tiering.machine.presence import Presence
 from tiering.secondary.contract import MAX_ENGINES, TierContext, TierHotKeys
 
 KEYS_PER_ROW = 2
@@ -80,8 +81,17 @@ class MachineHints(TierHotKeys):
             elif record.flag < MAX_ENGINES:
                 self._found[record.flag].append(record.keys)
 
-    def stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Announce blocks that this engine has stored or read."""
+    def stored(self, keys: Sequence[OffloadKey], presence: Presence | None) -> None:
+        """Announce blocks that this engine has stored or read.
+
+        A block may have left the tier before the service sent the result; its removal has come already then.
+
+        Args:
+            keys: the blocks.
+            presence: the blocks that the tier holds, or None.
+        """
+        if presence is not None and self._log.enabled:
+            keys = [key for key in keys if presence.leading((key,))]
         self._log.stored(keys)
 
     def cleared(self) -> None:

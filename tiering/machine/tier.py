@@ -393,13 +393,14 @@ class MachineTier(TierIntake, SecondaryTierManager):
         """End a job; ``arrived`` has a truth value for each key, or is empty if none has arrived."""
         job, _ = self._jobs.pop(number)
         now, keys, connection = self._clock(), job.keys, self._connection
-        learns = self.serving and connection is not None and connection.presence is None
+        presence = None if connection is None else connection.presence
+        learns = self.serving and presence is None
         if number in self._stale or len(arrived) != len(keys):
             self._stale.discard(number)
             arrived = bytes(len(keys))
         good = list(compress(keys, arrived))
         if self.serving:
-            self._hints.stored(good)
+            self._hints.stored(good, presence)
         if job.is_promotion:
             self.stats.promotions_active -= len(keys)
             self.stats.promotions += len(good)
