@@ -88,6 +88,29 @@ def test_a_tier_that_has_taken_a_whole_queue_is_asked_again() -> None:
     assert rig.stat("blocks_queued") == 3
 
 
+@pytest.mark.parametrize("before", [None, ROWS])
+def test_credit_beyond_the_blocks_that_it_was_given_for_does_not_last(before: int | None) -> None:
+    tier = FakeTier(allowance=before)
+    rig = make_rig(tier)
+    assert store(rig, K[:2])
+    tier.finish_all()
+    rig.step()
+    tier.allowance = 2
+    assert store(rig, K[2:8])
+    assert submitted(tier) == [K[2:4]]
+
+
+def test_an_intake_that_is_empty_is_one() -> None:
+    class Empty(FakeTier):
+        def __len__(self) -> int:
+            return 0
+
+    tier = Empty(allowance=2)
+    rig = make_rig(tier)
+    assert store(rig, K[:3])
+    assert submitted(tier) == [K[:2]]
+
+
 def test_each_tier_has_a_queue_of_its_own() -> None:
     fast, slow = FakeTier("fast"), FakeTier("slow", allowance=1)
     rig = make_rig(fast, slow)

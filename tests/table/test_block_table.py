@@ -129,12 +129,12 @@ class TableMachine(RuleBasedStateMachine):
             else:
                 self.table.end_writing(rows)
 
-    @rule(keys=chosen, times=st.integers(1, 2))
-    def begin_reading(self, keys: list[bytes], times: int) -> None:
+    @rule(keys=chosen)
+    def begin_reading(self, keys: list[bytes]) -> None:
         rows = [row for row in self.table.rows_of(keys) if row is not None]
         if rows:
-            self.table.pin(np.array(rows, np.int64), times)
-            self.reading += [rows] * times
+            self.table.pin(np.array(rows, np.int64))
+            self.reading.append(rows)
 
     @rule(choice=choices)
     def end_reading(self, choice: int) -> None:
@@ -247,7 +247,8 @@ table = BlockTable(8)
 before = set(sys.modules)
 rows, _ = table.allocate(keys_of(0, 1, 0))
 table.commit(keys_of(0, 1), rows)
-table.pin(rows, 2)
+table.pin(rows)
+table.pin(rows)
 more = table.allocate(keys_of(*range(2, 8)))[0]
 assert table.allocate(keys_of(9)) is None
 table.commit(keys_of(*range(2, 8)), more)

@@ -61,7 +61,8 @@ def test_a_pinned_row_is_no_victim_and_the_first_one_again_after_its_last_reader
     table = filled("lru", 4, set(KEYS))
     mark(table, KEYS[3])
     row = rows(*filter(None, table.rows_of([KEYS[3]])))
-    table.pin(row, 2)
+    table.pin(row)
+    table.pin(row)
     assert evicted(table, KEYS[10]) == [KEYS[0]]
     table.unpin(row)
     assert evicted(table, KEYS[11]) == [KEYS[1]]

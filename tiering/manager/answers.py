@@ -154,13 +154,13 @@ def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> Sequence[
     return positions
 
 
-def _credit(answer: object, *_: object) -> float:
-    """Return the number of blocks that may be submitted; a tier that takes all of them returns None."""
+def _credit(answer: object, wanted: int, _: float) -> int:
+    """Return the number of ``wanted`` blocks that may be submitted; a tier that takes all of them returns None."""
     if answer is None:
-        return math.inf
+        return wanted
     if not isinstance(answer, (int, np.integer)) or isinstance(answer, bool) or answer < 0:
         raise BreachError
-    return int(answer)
+    return min(int(answer), wanted)
 
 
 def _list_of(kind: type, most: int, answer: Any, *_: object) -> list[Any] | None:

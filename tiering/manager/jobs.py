@@ -18,7 +18,7 @@ from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
 from tiering.manager.reservations import Reservations
 from tiering.manager.row_broker import RowBroker
-from tiering.manager.tier_state import TierState
+from tiering.manager.tier_state import TAKES_ALL, TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import HELD_FOR, JobResult, TransferJob
@@ -121,30 +121,19 @@ class TierJobs:
         self, state: TierState, keys: Sequence[OffloadKey], rows: Rows, ctx: ReqContext, *, is_fill: bool
     ) -> None:
         """Submit those blocks that a tier admits and has credit for; queue the others that it admits."""
-        queue = state.queue
+        queue, now = state.queue, self._clock()
         if queue.lane_of and (new := queue.new(keys)) is not keys:
             keys, rows = new, self._rows_of(new)
-        if keys:
-            keys = tuple(keys)
-            chosen = self._ask(state, POSITIONS, state.intake.admit, keys, ctx, is_fill)
-            if chosen is None:
-                return
-            if len(chosen) < len(keys):
-                offered, keys, rows = keys, [keys[position] for position in chosen], rows[chosen]
-                self._tiers.note_unstored(state, offered, keys)
-        if not keys:
-            return
-        now, count = self._clock(), 0
-        if not queue.lane_of:
-            if state.credit < len(keys) and state not in self._gathered:  # the tier does not count gathered blocks
-                self._ask_credit(state, max(len(keys), self._together))
-            count = int(min(state.credit, len(keys)))
+        keys = tuple(keys)
+        count = len(keys)
+        if state.intake is not TAKES_ALL:
+            keys, rows = self._admitted(state, keys, rows, ctx, is_fill=is_fill)
+            count = 0 if queue.lane_of else self._take_credit(state, len(keys))
         if count:
-            state.credit -= count
             if self._together and state.traits.mixes_requests and count < AT_ONCE and not is_fill:
                 self._gather(state, keys[:count], rows[:count])
             else:
-                self._submit_pinned(state, tuple(keys[:count]), rows[:count], ctx, now, is_fill=is_fill)
+                self._submit_pinned(state, keys[:count], rows[:count], ctx, now, is_fill=is_fill)
         if count < len(keys) and state.in_service:
             if not queue.lane_of:
                 state.queued_since = now
@@ -152,6 +141,19 @@ class TierJobs:
             waiting = rows[count:]
             state.has[waiting], state.settled_until[waiting] = False, math.inf
             self._broker.hold(state, waiting)
+
+    def _admitted(
+        self, state: TierState, keys: tuple[OffloadKey, ...], rows: Rows, ctx: ReqContext, *, is_fill: bool
+    ) -> tuple[tuple[OffloadKey, ...], Rows]:
+        """Return those blocks that a tier wants to store."""
+        chosen = self._ask(state, POSITIONS, state.intake.admit, keys, ctx, is_fill) if keys else None
+        if chosen is None:
+            return (), rows
+        if len(chosen) == len(keys):
+            return keys, rows
+        admitted = tuple([keys[position] for position in chosen])
+        self._tiers.note_unstored(state, keys, admitted)
+        return admitted, rows[chosen]
 
     def _submit_pinned(
         self, state: TierState, keys: tuple[OffloadKey, ...], rows: Rows, ctx: ReqContext, now: float, *, is_fill: bool
@@ -168,7 +170,7 @@ class TierJobs:
         """Submit the blocks that were offered since :meth:`begin_together`."""
         self._together, gathered, self._gathered = 0, self._gathered, {}
         for state in self._states:
-            state.credit = 0.0  # the tier was asked about these blocks only
+            state.credit = 0  # the tier was asked about these blocks only
             if state in gathered:
                 self._submit_gathered(state, *gathered[state])
 
@@ -185,9 +187,17 @@ class TierJobs:
     def _submit_gathered(self, state: TierState, keys: Iterable[OffloadKey], rows: Sequence[Rows]) -> None:
         self._submit_pinned(state, tuple(keys), np.concatenate(rows), NOBODY, self._clock(), is_fill=False)
 
+    def _take_credit(self, state: TierState, wanted: int) -> int:
+        """Return the number of ``wanted`` blocks that may be submitted now; the credit of gathered ones goes on."""
+        if state.credit < wanted and state not in self._gathered:  # the tier does not count gathered blocks
+            self._ask_credit(state, max(wanted, self._together))
+        count = min(state.credit, wanted)
+        state.credit -= count
+        return count
+
     def _ask_credit(self, state: TierState, wanted: int) -> None:
-        """Return the number of ``wanted`` blocks that a tier has credit for until the end of the next step."""
-        state.credit = self._ask(state, CREDIT, state.intake.credit, wanted, 2 * self._broker.longest_step) or 0.0
+        """Set the credit of a tier, ``wanted`` blocks at most: it is for these and ends with them."""
+        state.credit = self._ask(state, CREDIT, state.intake.credit, wanted, 2 * self._broker.longest_step) or 0
 
     def pull(self) -> None:
         """Submit queued blocks to the tiers that have credit for them, at the end of a step."""
@@ -205,7 +215,7 @@ class TierJobs:
     def _pull(self, state: TierState, now: float) -> None:
         self._ask_credit(state, len(state.queue))
         while state.queue and state.credit > 0 and state.in_service:
-            ctx, is_fill, taken = state.queue.take(int(min(state.credit, len(state.queue))))
+            ctx, is_fill, taken = state.queue.take(state.credit)
             keys, rows = tuple(taken), self._rows_of(taken)
             rows.flags.writeable = False
             state.credit -= len(keys)
@@ -213,7 +223,7 @@ class TierJobs:
             state.settled_until[rows] = 0.0
             self._broker.pass_on(state, keys, rows)
             self._submit_store(state, keys, rows, ctx, now, is_fill=is_fill)
-        state.credit = 0.0  # a tier may have taken all for this once, such as one that stores nothing at present
+        state.credit = 0
         self._tiers.end_requests(state)
 
     def _submit_store(

@@ -29,6 +29,9 @@ from tiering.secondary.contract import (
 
 _T = TypeVar("_T")
 
+TAKES_ALL = TierIntake()
+"""The contract's own intake, by which a tier gets all blocks at once: its answers are known."""
+
 
 @dataclass(slots=True, eq=False)
 class TierState:
@@ -57,15 +60,15 @@ class TierState:
     The value has no meaning beyond ``settled_until``. A tier that has settled a block otherwise may have declined it.
     """
     intake: TierIntake
-    """Part of the tier that chooses its blocks; by default the contract's own, which takes all."""
+    """Part of the tier that chooses its blocks; :data:`TAKES_ALL` if the tier has none."""
     worth: Worth | None = None
     """Measured worth of the tier; None: it is not measured."""
     queue: CascadeQueue = field(default_factory=CascadeQueue)
     """Readable blocks that wait for the tier's credit."""
     jobs: dict[int, TransferJob] = field(default_factory=dict)
     """Jobs that the tier has not reported, by number; the rows of its stores are pinned."""
-    credit: float = 0.0
-    """Number of blocks that may be submitted before the tier is called again."""
+    credit: int = 0
+    """Number of blocks that may be submitted before the tier is called again; 0 outside of one step's stores."""
     queued_since: float = -math.inf
     """Time of the last pull, or at which an empty queue got blocks, on the manager's clock."""
     in_service: bool = True
@@ -103,7 +106,7 @@ class TierState:
             max_loading_rows=max(1, int(traits.primary_share * num_rows)),
             settled_until=np.zeros(num_rows),
             has=np.zeros(num_rows, np.bool_),
-            intake=traits.intake or TierIntake(),
+            intake=TAKES_ALL if traits.intake is None else traits.intake,
         )
 
 

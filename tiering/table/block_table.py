@@ -340,16 +340,11 @@ class BlockTable:
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
-    def pin(self, rows: Rows, times: int = 1) -> None:
-        """Add readers to rows.
-
-        Args:
-            rows: distinct rows that are readable.
-            times: number of readers to add to each row; default 1.
-        """
+    def pin(self, rows: Rows) -> None:
+        """Add one reader to each of ``rows``, which are readable and distinct."""
         refs = self.refs[rows]
         self.evictable -= len(rows) - len(refs.nonzero()[0])  # the method: numpy's functions are written in Python
-        self.refs[rows] = refs + times
+        self.refs[rows] = refs + 1
         self._pins.append(rows)
         self._pinned += len(rows)
         if self._pinned > self._many_pins:
