@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" uv
-	$(BIN)/python -m uv pip install --quiet --no-cache --compile-bytecode --python $(BIN)/python --editable ".[dev]"
+	$(BIN)/python -m scripts.uv_install --editable ".[dev]"
 	@touch $@
 
 demo: $(STAMP)  ## The main job: a small engine over CPU, local disk and S3; restarts, a new machine, negative controls

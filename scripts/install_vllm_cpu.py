@@ -16,6 +16,8 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+from scripts.uv_install import install
+
 _NOT_NEEDED = re.compile(r"(torch|torchvision|torchaudio|torchcodec)(?![\w-])", re.IGNORECASE)
 _FOR_TESTS = (
     "boto3",
@@ -34,12 +36,6 @@ _FOR_TESTS = (
 def pip(*arguments: str) -> None:
     """Run pip in this environment."""
     subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
-
-
-def install(*arguments: str) -> None:
-    """Install packages with uv, which takes seconds where pip takes minutes."""
-    options = ["--quiet", "--no-cache", "--compile-bytecode", "--python", sys.executable]
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", *options, *arguments], check=True)
 
 
 def requirements(wheel: Path) -> list[str]:
