@@ -290,7 +290,7 @@ def grid(requests: int, prefills: Sequence[float] = PREFILLS, lengths: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """Times of the first prompts of a fresh engine, divided by those of the better one of never and always."""
+    """First prompts of a fresh engine, in times of those with the better one of never and always."""
 
     cell: Cell
     first: float

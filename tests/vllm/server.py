@@ -34,7 +34,7 @@ from runpy import run_module
 methods["spawn"] = methods["fork"]
 run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 """
-"""A server on a CPU whose processes are forked, which vLLM does by default where there is no GPU in use.
+"""A server on a CPU whose processes are forked, as by default where no GPU is in use.
 
 On a CPU vLLM spawns them, and each imports vLLM for longer than a test takes.
 """
