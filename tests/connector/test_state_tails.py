@@ -27,6 +27,7 @@ from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.manager import OffloadingEvent
 from tiering.api.transfer import GPULoadStoreSpec, as_rows
 from tiering.connector.groups import offload_groups, tail_unit
+from tiering.connector.hits import MAX_WINDOW_PROBES
 from tiering.connector.metadata import OffloadingConnectorMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 
@@ -193,24 +194,29 @@ class TestHits:
     @pytest.mark.parametrize(
         ("ends", "tokens", "hit"),
         [
-            ((28,), 30, 0),  # behind the first block, whose state is missing
+            ((28,), 30, 28),  # vLLM on GPUs keeps no state at the block before
             ((12,), 30, 12),
             ((16, 28), 30, 28),
             ((16, 28), 28, 16),  # one token is left to compute
             ((16, 20, 24), 30, 24),
             ((16, 28), 60, 28),
             ((16, 32, 28), 60, 32),
-            ((16, 32, 60), 64, 32),
+            ((16, 32, 60), 64, 60),
+            ((16, 32, 60), 60, 32),
         ],
     )
-    def test_end_at_a_tail_in_the_block_after_the_last_whole_state(
-        self, ends: tuple[int, ...], tokens: int, hit: int
-    ) -> None:
+    def test_end_at_a_tail_behind_the_last_whole_state(self, ends: tuple[int, ...], tokens: int, hit: int) -> None:
         assert self.held(*ends)[0].get_num_new_matched_tokens(prompt(tokens), 0) == (hit, hit > 0)
 
     def test_begin_behind_what_the_engine_holds(self) -> None:
         assert self.held(28)[0].get_num_new_matched_tokens(prompt(30), 16) == (12, True)
         assert self.held(28)[0].get_num_new_matched_tokens(prompt(30), 20) == (0, False)
+        assert self.held(60)[0].get_num_new_matched_tokens(prompt(64), 16) == (44, True)
+
+    def test_need_all_attention_blocks_before_the_tail(self) -> None:
+        scheduler, manager = self.held(16, 60)
+        manager.drop(prompt(64).key(11, 0))
+        assert scheduler.get_num_new_matched_tokens(prompt(64), 0) == (16, True)
 
     @pytest.mark.parametrize("group", [0, 1])
     def test_need_every_group(self, group: int) -> None:
@@ -227,11 +233,20 @@ class TestHits:
         limited = prompt(30, kv_transfer_params={"max_load_tokens": 27})
         assert self.held(16, 24, 28)[0].get_num_new_matched_tokens(limited, 0) == (24, True)
 
-    def test_probe_the_states_of_one_block_and_each_end_once(self) -> None:
+    def test_probe_each_end_once(self) -> None:
         scheduler, manager = self.held(16)
         assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (16, True)
         tails = [keys for keys in manager.asked if len(keys) == 2 and keys[0][-1] == 1]
-        assert [keys[0] for keys in tails] == [prompt(62).key(end // 4 - 1, 1) for end in (28, 24, 20)]
+        ends = (60, 56, 52, 44, 40, 36, 28, 24, 20)
+        assert [keys[0] for keys in tails] == [prompt(62).key(end // 4 - 1, 1) for end in ends]
+
+    def test_probe_the_last_ends_and_those_behind_the_hit_of_a_long_prompt(self) -> None:
+        """Each part is bounded; between them, no tail is found."""
+        tokens, probes = 1000, MAX_WINDOW_PROBES
+        request = prompt(tokens, "r0")
+        for end, hit in ((28, 28), (tokens - 4 * probes + 4, tokens - 4 * probes + 4), (tokens // 2 + 4, 16)):
+            scheduler, _ = self.held(16, end, request=request)
+            assert scheduler.get_num_new_matched_tokens(prompt(tokens), 0) == (hit, True)
 
     def test_load_the_tail_in_place_of_the_whole_block(self) -> None:
         scheduler, manager = self.held(16, 28)

@@ -58,6 +58,7 @@ class Tails:
         self._size = groups[0].offloaded_block_size
         self._probed = sorted(range(len(groups)), key=lambda index: not groups[index].is_state)
         """Indexes of the groups in the order of a probe: the states are missing most often."""
+        self._full = [group.group_idx for group in groups if group.is_full]
 
     def keys(self, state: TrackedRequest[Any], end: int) -> list[OffloadKey]:
         """Return the keys of the blocks that are filled up to token ``end``, by group.
@@ -71,9 +72,11 @@ class Tails:
         return [name + group.key_suffix for group in self._groups]
 
     def extend(self, hit: Hit, state: TrackedRequest[Any], computed: int, limit: int) -> Hit:
-        """Return a longer hit that ends inside the block after ``hit``; ``hit`` itself if there is none.
+        """Return a longer hit that ends inside of a block; ``hit`` itself if there is none.
 
-        The ends in that block are probed from the right, and all of them before an answer is waited for.
+        Engines that keep the state at the end of a prompt within a step (vLLM on GPUs) keep none at the blocks before
+        it. So the last ends are probed, and those in the block after ``hit``: from the right, and all of them before
+        an answer is waited for.
 
         Args:
             hit: the longest hit of whole blocks; it is not pending.
@@ -84,15 +87,23 @@ class Tails:
         base, pending = max(hit.tokens, computed), False
         if hit.pending or base % self._size:
             return hit
-        last = min(limit, base + self._size - 1)
-        for end in range(last - last % self._unit, base, -self._unit)[:MAX_WINDOW_PROBES]:
-            keys = self.keys(state, end)
-            if keys:
-                wanted = [keys[index] for index in self._probed]
-                answer = self._held.match_prefix(wanted, state.ctx, at_least=len(wanted))
+        last = limit - limit % self._unit
+        near = min(last, base + self._size - self._unit)
+        far = range(last, near, -self._unit)[:MAX_WINDOW_PROBES]
+        for end in (*far, *range(near, base, -self._unit)[:MAX_WINDOW_PROBES]):
+            if not (tails := self.keys(state, end)):
+                continue
+            runs = [[tails[index] for index in self._probed]]
+            if end > near:
+                whole = slice(base // self._size, end // self._size)
+                runs += [group.keys[whole] for group in map(state.groups.__getitem__, self._full)]
+            for run in runs:
+                answer = self._held.match_prefix(run, state.ctx, at_least=len(run))
                 pending = pending or answer.pending
-                if answer.hits == len(wanted):
-                    return Hit(end, pending)
+                if answer.hits < len(run):
+                    break
+            else:
+                return Hit(end, pending)
         return Hit(hit.tokens, pending)
 
 
