@@ -226,6 +226,18 @@ def test_an_engine_whose_blocks_may_not_meet_those_of_the_tier_gets_no_keys() ->
     assert engine.sent == []
 
 
+def test_an_engine_that_reads_nothing_gets_no_second_answer_until_it_reads() -> None:
+    hints, engine = HostedHints(Hot([[keys_of(1)]]).tier()), one_engine(behind=True)
+    for number in (7, 8):
+        hints.take_question(engine, Record(Kind.GATHER, number, seconds=10.0))
+        hints.step(0.0, [engine])
+    assert engine.sent == []
+    engine.behind = False
+    hints.step(0.0, [engine])
+    assert [record.number for record in engine.sent] == [8, 8]
+    assert not hints.busy
+
+
 def test_uses_are_published_30_seconds_after_the_first_of_them() -> None:
     clock, hot = FakeClock(), Hot()
     hints = HostedHints(hot.tier())

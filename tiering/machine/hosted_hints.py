@@ -94,11 +94,13 @@ class HostedHints:
         """
         if self._prefixes.is_due(now):
             self.publish(now)
-        if self._asking and (found := self._hot.gather()) is not None:
-            for engine, record in self._asking.items():
+        # An engine that reads nothing gets one answer: its later questions wait.
+        ready = [engine for engine in self._asking if not engine.behind]
+        if ready and (found := self._hot.gather()) is not None:
+            for engine in ready:
+                record = self._asking.pop(engine)
                 if engine in engines:
                     self._answer(engine, record, found[:MAX_ENGINES])
-            self._asking.clear()
         followers = [engine for engine in engines if engine.follows]
         for engine in [engine for engine in self._lost if not engine.behind]:
             self._lost.discard(engine)
