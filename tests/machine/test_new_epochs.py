@@ -79,6 +79,26 @@ def test_all_engines_empty_their_rows_before_they_use_the_tiers_again(
     assert two.load(range(20, 24)) == ([20, 21, 22, 23], [])
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_are_emptied_once_though_the_states_of_two_tiers_come_one_by_one(
+    service: MachineService,
+    fakes: list[FakeTier],
+    engine: Callable[[], SmallEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    late: int,
+) -> None:
+    one = engine()
+    with monkeypatch.context() as during:
+        during.setattr(one.manager.secondary_tiers[late], "_poll", lambda: None)
+        fakes[0].has_successor = True
+        service.wake()
+        assert one.settle(lambda: one.manager.new_epochs > 0)
+        one.store(range(4))
+    assert one.settle(lambda: attached(service) == 2)
+    assert one.manager.new_epochs == 1
+    assert one.load(range(4)) == ([0, 1, 2, 3], [])
+
+
 @pytest.mark.parametrize("revision", [None, "step-1"])
 def test_a_reset_holds_that_came_while_the_service_of_a_bucket_was_away(
     tmp_path: Path, fake: FakeS3, revision: str | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 import pytest
@@ -62,9 +61,7 @@ class Setup:
         self.tier = FakeTier("fake", held={key_of(number) for number in range(10_000)}, max_load_blocks=PART)
         self.clock = FakeClock()
         rows = np.zeros((4000, BLOCK), np.uint8)
-        self.hosted = HostedTier(
-            self.tier, rows, (BLOCK, BLOCK), CopiesAtOnce(), lambda: None, self.clock, START, count(1)
-        )
+        self.hosted = HostedTier(self.tier, rows, (BLOCK, BLOCK), CopiesAtOnce(), lambda: None, self.clock, START, 1)
         self.engines = [FakeEngine(f"engine-{number}", 1000 * number) for number in range(3)]
         self.hosted.engines += self.engines
 

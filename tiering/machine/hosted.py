@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -52,7 +52,7 @@ class HostedTier:
         wake: function that is called, from any thread, when copies have ended.
         clock: function that returns monotonic seconds.
         weights: state of the weights for which the tier was built.
-        generations: source of numbers of generations, which never returns one twice.
+        generation: number of the generation.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class HostedTier:
         wake: Callable[[], None],
         clock: Callable[[], float],
         weights: str,
-        generations: Iterator[int],
+        generation: int,
     ) -> None:
         self.tier = tier
         """The tier."""
         self.weights = weights
         """State of the weights that computed the tier's blocks."""
-        self.generation = next(generations)
-        """Number that changes whenever all engines have to empty their rows."""
+        self.generation = generation
+        """Number that grows whenever all engines have to empty their rows, for all tiers of a namespace together."""
         self.resetting = False
         """True while the medium has not confirmed a reset."""
         self.failed = False
@@ -86,7 +86,6 @@ class HostedTier:
         """Statistics at the last step."""
         self.epoch = ""
         """Common epochs of the stack's shared media, which the service sets."""
-        self._generations = generations
         self._rows = rows
         self._groups = groups
         self._copiers = copiers
@@ -188,12 +187,12 @@ class HostedTier:
         self.weights = weights
         self.resetting = not self.tier.reset(self._clock(), revision_of(weights))
 
-    def follow(self) -> None:
+    def follow(self, generation: int) -> None:
         """Enter a new common epoch; engines come back once they have emptied their rows."""
         self._drop_waiting()
         self.hints.reset()
         self.superseded = False
-        self.generation = next(self._generations)
+        self.generation = generation
         self.resetting = not self.tier.reset(self._clock(), None, True)
 
     def fail(self) -> None:

@@ -109,6 +109,7 @@ class HostedNamespace:
         agreement.in_use = True  # engines may hold blocks that are older than what a medium says
         private = weights != START and revision_of(weights) is None
         tiers: dict[str, HostedTier] = {}
+        generation = next(self._generations)
         with ExitStack() as undo:
             undo.enter_context(news.listening(self._wake))
             for name, build in self._builders.items():
@@ -136,7 +137,7 @@ class HostedNamespace:
                     self._wake,
                     self._clock,
                     state,
-                    self._generations,
+                    generation,
                 )
             for hosted in tiers.values():
                 hosted.tier.open(self._clock() + _OPEN_SECONDS)
@@ -185,9 +186,10 @@ class HostedNamespace:
                 self.guarded(hosted, hosted.step)
         if any(hosted.superseded for hosted in self.tiers.values()):
             _log.warning("namespace %s has a new common epoch; all engines drop their blocks", self.name)
+            generation = next(self._generations)
             for name, hosted in self.tiers.items():
                 if name not in self.broken:
-                    self.guarded(hosted, hosted.follow)
+                    self.guarded(hosted, partial(hosted.follow, generation))
         self._settle()
 
     def _settle(self) -> None:

@@ -345,7 +345,9 @@ class MachineTier(TierIntake, SecondaryTierManager):
         elif known is None:
             young = not epoch or not self._context.agreement.in_use
         elif known[0] == connection.instance:
-            young = known[1] == generation
+            # The states of several tiers come one by one, and the first one has let the manager empty the rows.
+            emptied = self._context.agreement.emptied
+            young = known[1] == generation or emptied == (connection.instance, generation)
         else:
             young = known[2] == epoch != UNKNOWN_EPOCH
         if not young:
@@ -448,9 +450,12 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._forget()
         self._hints.cleared()
         if follow:
-            self._superseded = False
             if self._connection is not None and self._state is not None:
-                self._enter((self._connection.instance, self._state[0], self._state[3]))
+                place = (self._connection.instance, self._state[0], self._state[3])
+                if self._superseded:
+                    self._context.agreement.emptied = place[:2]
+                self._enter(place)
+            self._superseded = False
             self._change()
             return True
         self._weights = private_weights(secrets.token_hex(16)) if revision is None else revision_weights(revision)

@@ -62,7 +62,7 @@ class EpochAgreement:
     All tiers of a manager share one instance.
     """
 
-    __slots__ = ("_parties", "in_use", "known", "met")
+    __slots__ = ("_parties", "emptied", "in_use", "known", "met")
 
     def __init__(self) -> None:
         self.met: Mapping[bytes, MetEpoch] = {}
@@ -71,6 +71,8 @@ class EpochAgreement:
         """All invalidations that a tier has found, oldest first; replaced and never changed."""
         self.in_use = False
         """True once a request has begun, so that the manager may hold blocks."""
+        self.emptied: tuple[str, int] | None = None
+        """Instance of a service, and the generation of its tiers than which all blocks of the manager are younger."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
