@@ -175,6 +175,21 @@ def test_a_request_waits_as_long_as_computing_takes_and_keeps_what_has_arrived()
     assert (stats["rows_quarantined"], stats["promotions_adopted"]) == (0, 6)
 
 
+def test_a_wait_for_rows_is_no_longer_than_computing_takes_however_often_it_is_asked_for() -> None:
+    rig = Rig(rows=16)
+    assert rig.measure(0.01, 8).hits == 8  # as many as promotions may hold
+    owner, first = rig.begin("owner"), rig.keys("owner", 8)
+    rig.ask(owner, first)
+    rig.clock.advance(0.01)
+    rig.finish(rig.tier.loads[0])
+    assert rig.ask(owner, first) == PrefixMatch(8, False)
+    ctx, keys = rig.begin("waits"), rig.keys("waits", 8)
+    for _ in keys:
+        assert rig.ask(ctx, keys).pending
+        rig.clock.advance(1.01 * BLOCK_SECONDS)
+    assert rig.ask(ctx, keys) == PrefixMatch(0, False)
+
+
 def test_a_pending_lookup_is_repeated_when_the_wait_is_over(rig: Rig) -> None:
     keys, ctx = rig.keys("a"), rig.begin("a")
     rig.ask(ctx, keys)

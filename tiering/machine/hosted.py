@@ -91,7 +91,7 @@ class HostedTier:
         self._copiers = copiers
         self._wake = wake
         self._clock = clock
-        self._intake = tier.traits.intake or TierIntake()
+        self._intake = TierIntake() if tier.traits.intake is None else tier.traits.intake
         self._part = tier.traits.max_load_blocks or MAX_KEYS
         self._loads = FairLoads(min(self._part, FEW_LOADS) * max(groups))
         """The loads that the tier does not have yet."""

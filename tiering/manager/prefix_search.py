@@ -306,7 +306,7 @@ class PrefixSearch:
                 request.gated.add(state.rank)
                 gate.gated += len(keys)
             return False
-        if seconds < math.inf:
+        if seconds < math.inf and request not in self._waits:  # one that waits for rows finds the same blocks again
             request.wait_longer(now, seconds)
         return True
 

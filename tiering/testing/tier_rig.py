@@ -97,7 +97,7 @@ class TierRig:
             rows_fd=rows_fd,
         )
         self.tier = make_tier(self.context)
-        self.intake = self.tier.traits.intake or TierIntake()
+        self.intake = TierIntake() if self.tier.traits.intake is None else self.tier.traits.intake
         """The part of the tier that chooses its blocks; without one, it takes all."""
         self.results: list[JobResult] = []
         self._jobs = 0
