@@ -241,8 +241,8 @@ class TestHits:
         assert [keys[0] for keys in tails] == [prompt(62).key(end // 4 - 1, 1) for end in ends]
 
     def test_probe_the_last_ends_and_those_behind_the_hit_of_a_long_prompt(self) -> None:
-        """Each part is bounded; between them, no tail is found."""
-        tokens, probes = 1000, MAX_WINDOW_PROBES
+        """Between them, no tail is found."""
+        tokens, probes = 1000, MAX_WINDOW_PROBES // 2
         request = prompt(tokens, "r0")
         for end, hit in ((28, 28), (tokens - 4 * probes + 4, tokens - 4 * probes + 4), (tokens // 2 + 4, 16)):
             scheduler, _ = self.held(16, end, request=request)

@@ -76,7 +76,7 @@ class Tails:
 
         Engines that keep the state at the end of a prompt within a step (vLLM on GPUs) keep none at the blocks before
         it. So the last ends are probed, and those in the block after ``hit``: from the right, and all of them before
-        an answer is waited for.
+        an answer is waited for. At most half of the probes are of ends behind that block.
 
         Args:
             hit: the longest hit of whole blocks; it is not pending.
@@ -89,8 +89,8 @@ class Tails:
             return hit
         last = limit - limit % self._unit
         near = min(last, base + self._size - self._unit)
-        far = range(last, near, -self._unit)[:MAX_WINDOW_PROBES]
-        for end in (*far, *range(near, base, -self._unit)[:MAX_WINDOW_PROBES]):
+        far = range(last, near, -self._unit)[: MAX_WINDOW_PROBES // 2]
+        for end in (*far, *range(near, base, -self._unit)[: MAX_WINDOW_PROBES - len(far)]):
             if not (tails := self.keys(state, end)):
                 continue
             runs = [[tails[index] for index in self._probed]]
