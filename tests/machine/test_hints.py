@@ -378,6 +378,29 @@ def test_an_engine_that_is_behind_loses_removals_and_gets_that_all_blocks_may_ha
     assert [record.keys for record in engine.sent] == [(), keys_of(3)]
 
 
+def test_what_waits_for_an_engine_without_steps_is_bounded(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.machine.link.MOST_QUEUED", 1000)
+    with machine(socket, SMALL) as (engine, service):
+        idle, busy = engine(events=True), engine()
+        serve(idle, range(4))
+        assert taken(idle)
+        for first in range(1000, 9000, 4):
+            serve(busy, range(first, first + 4))
+            if any(peer.behind for peer in list(service._peers.values())):
+                break
+        else:
+            pytest.fail("the engine has read all removals")
+        gone = set[int]()
+
+        def all_gone() -> bool:
+            gone.update(number for event in taken(idle) if event[0] for number in event[2])
+            return gone == set(range(4)) and not any(peer.out for peer in list(service._peers.values()))
+
+        assert idle.settle(all_gone)
+        serve(idle, range(10, 14))
+        assert idle.stat("cascades") == 8
+
+
 def test_removals_of_a_reset_do_not_reach_the_blocks_that_were_stored_after_it() -> None:
     tier, engine = AnnouncingTier(), one_engine()
     hints = HostedHints(tier)

@@ -71,7 +71,7 @@ class HostedTier:
         self.weights = weights
         """State of the weights that computed the tier's blocks."""
         self.generation = generation
-        """Number that grows whenever all engines have to empty their rows, for all tiers of a namespace together."""
+        """Number that grows whenever all engines have to empty their rows, equal in all tiers."""
         self.resetting = False
         """True while the medium has not confirmed a reset."""
         self.failed = False

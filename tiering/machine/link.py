@@ -35,6 +35,9 @@ HANDSHAKE_SECONDS = 5.0
 PROOF_SECONDS = 1.0
 """Seconds within which the link finds out that a process has died."""
 
+MOST_QUEUED = 8 << 20
+"""Bytes of messages in the queue at which no more are read: an idle engine makes no step for hours."""
+
 _LONGEST_WAIT = 0.02
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("@iII")
@@ -325,12 +328,16 @@ class Link:
         if self._stopping.is_set():
             connection.leave()
         self._put(Happening.UP, connection)
-        damaged = False
+        damaged, queued = False, 0
         poll = select.poll()
         poll.register(connection.socket, select.POLLIN)
         while True:
+            if queued > MOST_QUEUED and self.queue and not self._stopping.is_set():
+                self._bury(select.poll(), FIRST_RETRY)
+                continue
             self._bury(poll, None)
             message = self._receive(connection)
+            queued = queued * bool(self.queue) + len(message)
             if not message:
                 break
             if damaged:

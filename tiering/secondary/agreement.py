@@ -72,7 +72,7 @@ class EpochAgreement:
         self.in_use = False
         """True once a request has begun, so that the manager may hold blocks."""
         self.emptied: tuple[str, int] | None = None
-        """Instance of a service, and the generation of its tiers than which all blocks of the manager are younger."""
+        """Instance of a service, and a generation of its tiers: the rows were emptied after that began."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
