@@ -111,14 +111,18 @@ def test_a_table_that_gets_no_memory_goes_on(
         raise OSError(28, "No space left on device")
 
     reader, keys = Presence(table.fd), [key_of(number) for number in range(MANY)]
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    table.stored(keys)
+    with monkeypatch.context() as short:
+        short.setattr(os, "posix_fallocate", refuse)
+        table.stored(keys)
     assert [record.getMessage() for record in caplog.records] == [
         "tier local: the table of its blocks cannot grow, so engines miss some: [Errno 28] No space left on device"
     ]
     assert 0.9 * (BUCKET << FIRST_BITS) < len(held(reader, range(MANY))) <= BUCKET << FIRST_BITS
     table.removed(keys)
     assert not held(reader, range(MANY))
+    table.clear()
+    table.stored(keys)
+    assert len(held(reader, range(MANY))) == MANY
 
 
 def test_no_state_leads_out_of_the_file(table: PresenceTable) -> None:

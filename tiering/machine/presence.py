@@ -155,7 +155,6 @@ class PresenceTable:
             raise
         self._words = memoryview(self._map).cast("Q")
         self._buckets: _Marks = np.frombuffer(self._map, np.uint64).reshape(-1, BUCKET)
-        self._grows = True
         self._words[0] = MAGIC
         self.clear()
 
@@ -188,7 +187,7 @@ class PresenceTable:
     def clear(self) -> None:
         """Note that the tier holds nothing; the cost does not depend on what it held."""
         self._seed = secrets.randbits(8 * _SEED_BYTES)
-        self._count, self._size = 0, 1 << FIRST_BITS
+        self._count, self._size, self._grows = 0, 1 << FIRST_BITS, True
         self._buckets[self._size : 2 * self._size] = 0
         self._words[_STATE_AT] = self._seed << _BITS | FIRST_BITS
         self._buckets[self._size : 2 * self._size] = 0
