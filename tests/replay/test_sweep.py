@@ -53,6 +53,18 @@ def test_a_stack_comes_with_and_without_each_of_its_tiers() -> None:
     ]  # fmt: skip
 
 
+def test_words_that_need_a_secondary_tier_leave_the_stack_with_the_last_one_that_serves_them() -> None:
+    tiers = [{"type": "memory", "capacity": "1GiB"}, *STACK["secondary"]]
+    found = points(STACK | {"secondary": tiers, "warm_start": {}, "io": "process"}, [])
+    words = {point.settings["secondary"]: yaml.safe_load(point.text).keys() - STACK.keys() for point in found}
+    assert words == {
+        "memory+local": {"warm_start", "io"},
+        "local": {"warm_start", "io"},
+        "memory": {"io"},
+        "none": set(),
+    }
+
+
 def test_the_text_keeps_references_and_masks_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_DIR", "/var/cache/kv")
     path = tmp_path / "stack.yaml"

@@ -146,7 +146,7 @@ def points(stack: Mapping[str, Any] | StackSource, axes: Sequence[Axis]) -> list
         if gone:
             variant["secondary"] = [tier for index, tier in enumerate(variant["secondary"]) if index not in gone]
         at = "".join(f" --sweep {name}={value}" for name, value in settings.items())
-        config = load_stack(StackSource(f"{source.name} with{at}" if at else source.name, variant, source.lines))
+        config = _load(StackSource(f"{source.name} with{at}" if at else source.name, variant, source.lines), bool(gone))
         if tiers:
             settings[SECONDARY] = "+".join(tier.tier_name for tier in config.secondary) or NO_TIERS
         if (key := tuple(settings.values())) not in known:
@@ -154,6 +154,20 @@ def points(stack: Mapping[str, Any] | StackSource, axes: Sequence[Axis]) -> list
             text = yaml.safe_dump(_shown("", variant), sort_keys=False, default_flow_style=None, width=120)
             found.append(Point(settings, config, text))
     return found
+
+
+def _load(source: StackSource, tiers_are_left_out: bool) -> StackConfig:
+    """Return a variant's stack, without ``warm_start`` and ``io`` where the tiers that they need are gone."""
+    try:
+        return load_stack(source)
+    except ConfigError:  # the same words with all tiers are valid
+        if not tiers_are_left_out:
+            raise
+    words = cast("dict[str, Any]", source.data)
+    words.pop("warm_start", None)
+    if not words["secondary"]:
+        words.pop("io", None)
+    return load_stack(source)
 
 
 def _shown(word: object, value: object) -> object:
