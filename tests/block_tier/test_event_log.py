@@ -47,6 +47,14 @@ def test_evictions_of_what_was_not_announced_are_counted() -> None:
     assert [(event.keys, event.others) for event in log.take()] == [(K[:2], 0), (K[1:2], 2), ([], 1)]
 
 
+def test_a_key_that_is_removed_twice_at_once_is_announced_once() -> None:
+    """The list may come from another process."""
+    log = EventLog("disk", "machine", enabled=True, shared=True)
+    log.stored(K[:2])
+    log.removed([K[0], K[1], K[0]])
+    assert [(event.removed, event.keys) for event in log.take()] == [(False, K[:2]), (True, K[:2])]
+
+
 def test_a_shared_medium_takes_back_what_it_can_no_longer_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_ANNOUNCED", 3)
     log = EventLog("s3", "network", enabled=True, shared=True)

@@ -87,10 +87,8 @@ class EventLog:
         if not self.enabled or not keys:
             return
         gone = list(keys)
-        if self._announced is not None:
-            gone = [key for key in keys if key in self._announced]
-            for key in gone:
-                del self._announced[key]
+        if self._announced is not None:  # a service may send a key twice
+            gone = [key for key in keys if self._announced.pop(key, key) is None]
         self._add(gone, removed=True, evicted=evicted, others=len(keys) - len(gone) if evicted else 0)
 
     def cleared(self, tables: Iterable[Table]) -> None:
