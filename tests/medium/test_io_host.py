@@ -215,6 +215,18 @@ def test_a_job_is_not_cut_into_units_that_cost_more_than_their_blocks(
             assert {len(places) for places in places_of(store, operation)} == {least}
 
 
+def test_a_store_beside_a_load_is_cut_as_small_as_the_load() -> None:
+    primary, store = Primary(32), GatedStore()
+    with running_host(store, primary, threads=4, single_units=False, release=store.gate.set) as host:
+        host.submit(make_job(primary, LOAD, range(8)))
+        assert until(lambda: store.waiting == 1)
+        host.submit(make_job(primary, STORE, range(16), job_id=1))
+        assert until(lambda: store.waiting == 3)
+        store.gate.set()
+        finish(host, 2)
+    assert {len(places) for places in places_of(store, "put")} == {8}
+
+
 def test_a_medium_that_moves_single_blocks_gets_small_units() -> None:
     class _Single(BlockStore):
         traits = StoreTraits(medium="SINGLE")

@@ -43,7 +43,8 @@ LEAST_UNIT_BYTES, LEAST_UNIT_BLOCKS = 2 << 20, 8
 """Units of media that move several blocks at once are not cut below the smaller one of these.
 
 A unit costs about as much CPU time as 10 blocks. The bound on blocks is for small ones in scattered slots: each takes a
-call of its own, and many in one unit would wait for one another. Nothing waits for a store: its bound is twice as high.
+call of its own, and many in one unit would wait for one another. It is twice as high for stores while nothing is loaded:
+loads wait for the units of stores, with which they share the places.
 """
 
 SINGLE_UNIT_BYTES = 1 << 20
@@ -333,7 +334,9 @@ class IoHost:
         job, lane = unit.job, self.lanes.of(unit.job)
         size = max(1, max(job.sizes, default=1))
         share = -((unit.start - unit.stop) // max(1, lane.finder.depth - len(lane.waiting)))
-        least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS if job.is_promotion else 2 * LEAST_UNIT_BLOCKS)
+        loads = self.lanes.loads
+        is_urgent = job.is_promotion or loads.waiting or loads.running
+        least = min(self.least_unit_bytes // size, LEAST_UNIT_BLOCKS if is_urgent else 2 * LEAST_UNIT_BLOCKS)
         blocks = max(1, min(max(share, least), self.unit_bytes // size))
         starts = range(unit.start, unit.stop, blocks)
         units = [Unit(job, start, min(start + blocks, unit.stop)) for start in starts]
