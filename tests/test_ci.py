@@ -63,7 +63,7 @@ def test_a_failure_anywhere_is_one_of_the_run_and_is_shown(tree: Path, target: s
 
 
 def runs(pid: int) -> bool:
-    """Return False for a process that has ended, also if nobody waited for it."""
+    """Return False for a process that has ended, whether or not it was waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
