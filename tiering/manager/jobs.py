@@ -188,7 +188,7 @@ class TierJobs:
         self._submit_pinned(state, tuple(keys), np.concatenate(rows), NOBODY, self._clock(), is_fill=False)
 
     def _take_credit(self, state: TierState, wanted: int) -> int:
-        """Return the number of ``wanted`` blocks that may be submitted now; the credit of gathered ones goes on."""
+        """Return how many of ``wanted`` blocks may be submitted now, and take them off the credit."""
         if state.credit < wanted and state not in self._gathered:  # the tier does not count gathered blocks
             self._ask_credit(state, max(wanted, self._together))
         count = min(state.credit, wanted)

@@ -68,7 +68,10 @@ class TierState:
     jobs: dict[int, TransferJob] = field(default_factory=dict)
     """Jobs that the tier has not reported, by number; the rows of its stores are pinned."""
     credit: int = 0
-    """Number of blocks that may be submitted before the tier is called again; 0 outside of one step's stores."""
+    """Number of blocks that may be submitted before the tier is called again.
+
+    It is 0 between the stores of two steps.
+    """
     queued_since: float = -math.inf
     """Time of the last pull, or at which an empty queue got blocks, on the manager's clock."""
     in_service: bool = True

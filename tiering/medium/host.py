@@ -43,8 +43,8 @@ LEAST_UNIT_BYTES, LEAST_UNIT_BLOCKS = 2 << 20, 8
 """Units of media that move several blocks at once are not cut below the smaller one of these.
 
 A unit costs about as much CPU time as 10 blocks. The bound on blocks is for small ones in scattered slots: each takes a
-call of its own, and many in one unit would wait for one another. It is twice as high for stores while nothing is loaded:
-loads wait for the units of stores, with which they share the places.
+call of its own, and many in one unit would wait for one another. It is twice as high for stores while nothing is
+loaded: loads wait for the units of stores, with which they share the places.
 """
 
 SINGLE_UNIT_BYTES = 1 << 20
