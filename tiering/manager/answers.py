@@ -155,7 +155,7 @@ def _positions(answer: Any, keys: Sequence[OffloadKey], *_: object) -> Sequence[
 
 
 def _credit(answer: object, wanted: int, _: float) -> int:
-    """Return the number of ``wanted`` blocks that may be submitted; a tier that takes all of them returns None."""
+    """Return how many of ``wanted`` blocks may be submitted; a tier that takes all returns None."""
     if answer is None:
         return wanted
     if not isinstance(answer, (int, np.integer)) or isinstance(answer, bool) or answer < 0:
