@@ -326,10 +326,10 @@ def test_too_few_blocks_for_a_load_are_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["auto", "never"])
 def test_blocks_of_a_tier_that_is_not_asked_are_gated(tmp_path: Path, rule: str) -> None:
-    """With ``auto``, nothing bounds a wait before the engine's speed is known."""
     with rig(tmp_path, load_or_compute=rule) as one:
         one.run(PROMPT, "a")
         one.evict("cpu")
+        one.manager.note_compute([0.0])  # no load takes less
         assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.GATED)
 
 
