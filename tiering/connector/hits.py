@@ -79,7 +79,7 @@ class Tails:
         an answer is waited for. At most half of the probes are of ends behind that block.
 
         Args:
-            hit: the longest hit of whole blocks; it is not pending.
+            hit: the longest hit of whole blocks; a pending one is returned as it is.
             state: the request.
             computed: tokens that the engine has computed.
             limit: largest number of tokens that the hit may cover.

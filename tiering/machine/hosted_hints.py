@@ -41,7 +41,7 @@ class HostedHints:
 
     def __init__(self, tier: SecondaryTierManager) -> None:
         self._tier = tier
-        self._hot = tier.traits.hot_keys or TierHotKeys()
+        self._hot = TierHotKeys() if tier.traits.hot_keys is None else tier.traits.hot_keys
         self._prefixes = HotPrefixes()
         self._asking: dict[Engine, Record] = {}
         """The last question of each engine that waits for hot keys."""

@@ -190,7 +190,6 @@ class PresenceTable:
         self._count, self._size, self._grows = 0, 1 << FIRST_BITS, True
         self._buckets[self._size : 2 * self._size] = 0
         self._words[_STATE_AT] = self._seed << _BITS | FIRST_BITS
-        self._buckets[self._size : 2 * self._size] = 0
 
     def close(self) -> None:
         """Close the file, of a tier that was shut down; engines that have mapped it keep it."""
