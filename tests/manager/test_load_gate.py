@@ -12,6 +12,7 @@ from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, SHORTER, LoadGate
 from tiering.manager.manager import TieringOffloadingManager
+from tiering.manager.prefix_search import HANDOVER_SECONDS
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, LoadOrCompute, TransferJob
 from tiering.testing.clock import FakeClock
@@ -363,7 +364,7 @@ def test_loads_of_a_busy_tier_cost_those_that_come_meanwhile_as_well() -> None:
             gate.begin(10, now)
             gate.end(10, 10, now + 1.0)
             now += 1.0 + pause
-        pays.append((gate.decide(10, 1.2, now), gate.decide(10, 1.6, now)))
+        pays.append((gate.decide(10, 1.2, 0.0, now), gate.decide(10, 1.6, 0.0, now)))
     assert pays == [(False, True), (True, True)]
 
 
@@ -391,3 +392,54 @@ def test_a_wait_that_has_ended_is_not_added_to_the_next_one(rig: Rig, is_reset: 
         assert rig.ask(ctx, keys[:10]) == PrefixMatch(10, False)
     assert rig.ask(ctx, keys[10:]).pending
     assert rig.manager.waits_until(ctx) == pytest.approx(rig.clock() + 1.0)
+
+
+class Handover(Rig):
+    """A rig whose tier takes 0.5 s for ten blocks, which take 1 s to compute."""
+
+    def load(self, name: str, handover: float, head: int = 0) -> int:
+        """Let a request load ten blocks, and return how many it loads.
+
+        Args:
+            name: name of the request.
+            handover: seconds from the end of the load to the blocks in the engine's cache.
+            head: number of leading blocks that are in the CPU tier already.
+        """
+        keys, ctx = self.keys(name, head + 10), self.begin(name)
+        if head:
+            ready = self.begin(f"{name} head")
+            stored = self.manager.prepare_store(keys[:head], ready)
+            assert stored is not None
+            self.manager.complete_store(keys[:head], ready)
+        is_loaded = self.ask(ctx, keys).pending
+        self.clock.advance(0.5)
+        for job in list(self.tier.loads):  # one that measures otherwise
+            self.finish(job, 0.5 * len(job.keys) / 10)
+        match = self.manager.match_prefix(keys, ctx) if is_loaded else PrefixMatch(head, False)
+        self.manager.prepare_load(keys[: match.hits], ctx)
+        self.clock.advance(handover)
+        self.manager.complete_load(keys[: match.hits], ctx)
+        self.manager.on_request_finished(ctx)
+        self.manager.on_schedule_end()
+        self.clock.advance(60.0)  # a busy tier is used less
+        return match.hits - head
+
+
+def test_the_time_from_the_load_to_the_engine_counts() -> None:
+    """A load of 0.5 s pays beside 1 s of computing, unless the engine has its blocks 0.6 s later at the soonest."""
+    rig = Handover()
+    assert [rig.load(str(number), 0.6) for number in range(3)] == [10, 0, 0]
+    rig = Handover()
+    assert [rig.load(str(number), seconds) for number, seconds in enumerate((0.1, 0.6, 0.6))] == [10, 10, 10]
+
+
+def test_the_time_to_the_engine_is_measured_again() -> None:
+    rig = Handover()
+    assert [rig.load("slow", 0.6), rig.load("gated", 0.0)] == [10, 0]
+    rig.clock.advance(2.0 * HANDOVER_SECONDS)
+    assert [rig.load("again", 0.1), rig.load("fast", 0.1)] == [10, 10]
+
+
+def test_blocks_behind_a_head_that_is_loaded_anyway_take_no_longer_to_the_engine() -> None:
+    rig = Handover()
+    assert [rig.load("slow", 0.6), rig.load("gated", 0.0), rig.load("behind", 0.6, head=3)] == [10, 0, 10]

@@ -22,6 +22,7 @@ from tiering.connector.groups import OffloadGroup
 from tiering.connector.metadata import ReqId
 from tiering.connector.protocols import EngineRequest, SchedulerOutput
 from tiering.runtime.linear_cost import LinearCost
+from tiering.runtime.shortest import Shortest
 from tiering.runtime.time_share import TimeShare
 
 ASSUMED_SPEED = 10_000.0
@@ -48,7 +49,7 @@ LEAST_WEIGHT = 0.1
 """Weight of the latest step without a prompt in the estimate of its duration."""
 
 OFFSET_SECONDS = 300.0
-"""Time over which the shortest wait is taken, in seconds, and that of the period before."""
+"""Length of a period of the shortest wait, in seconds."""
 
 MOST_STEPS = 64
 """Largest number of steps that are remembered until the engine reports them."""
@@ -95,9 +96,8 @@ class PrefillSpeed:
         """Time at which the last such step had ended."""
         self._alone = self._beside = self._waited = 0.0
         """Latest seconds of such steps, those of further prompts beside them, and the newest of these."""
-        self._offsets = [math.inf, math.inf]
-        """Shortest times since an arrival, of the present period and of the one before."""
-        self._period_ends = clock() + OFFSET_SECONDS
+        self._offset = Shortest(OFFSET_SECONDS, clock())
+        """Times since an arrival."""
         self._cost = LinearCost(HALF_LIFE)
         self._least = 0.0
         """Duration of a step with few tokens, which a step with a prompt takes as well."""
@@ -127,11 +127,9 @@ class PrefillSpeed:
         clock may be that of an API server on another machine. The engine takes all requests that are there into account
         before it builds a step, so that the wait began after the latest one.
         """
-        now, offsets = self._clock(), self._offsets
-        if now >= self._period_ends:
-            self._period_ends, offsets[:] = now + OFFSET_SECONDS, (math.inf, offsets[0])
-        offsets[0] = min(offsets[0], now - arrival)
-        self._waited += min(now - arrival - min(offsets), now - self._built)
+        now = self._clock()
+        self._offset.add(now - arrival, now)
+        self._waited += min(now - arrival - self._offset.value(now), now - self._built)
 
     def finished(self, req_id: ReqId) -> None:
         """Follow a request no more, because it has ended."""

@@ -338,11 +338,14 @@ class TierJobs:
             return
         del state.jobs[job.job_id]
         if job.is_promotion:
+            promotion = self._loads.pop(job.job_id)
             if state.gate is not None:
                 now, seconds = self._clock(), result.transfer_time
                 ended = now if type(seconds) is not float else min(now, job.submitted_at + max(0.0, seconds))
                 state.gate.end(len(job.keys), len(job.keys if arrived is None else arrived), ended)
-            self._end_promotion(state, self._loads.pop(job.job_id), arrived)
+                if promotion.awaited:
+                    promotion.owner.arrived_at = ended
+            self._end_promotion(state, promotion, arrived)
             return
         if success and arrived is None:
             self._note_held(state, job.block_ids)

@@ -2,8 +2,8 @@
 
 A load of n blocks pays if it is expected to end before the engine would have computed them. Either all blocks of a run
 pay or none does, because both durations grow by a constant per block. Expected is the time of all blocks on their way
-from the tier and of the n blocks, and what the load costs those that come meanwhile. While no job of the tier ends, at
-least as long again as it has been silent.
+from the tier and of the n blocks, that from the end of a load to its blocks in the engine's cache at least, and what
+the load costs those that come meanwhile. While no job of the tier ends, at least as long again as it has been silent.
 
 - Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
@@ -136,18 +136,19 @@ class LoadGate:
         """
         self._factor, self._corrected = factor, now
 
-    def decide(self, blocks: int, compute: float, now: float) -> bool:
+    def decide(self, blocks: int, compute: float, handover: float, now: float) -> bool:
         """Return True if a load of ``blocks`` pays.
 
         Args:
             blocks: number of further blocks; 0 for those that are on their way already.
             compute: seconds of computing them.
+            handover: seconds from the end of a load to the blocks in the engine's cache.
             now: present time.
         """
         factor = self._factor
         if factor != 1.0:
             factor = math.pow(factor, math.pow(0.5, (now - self._corrected) / CORRECTED_SECONDS))
-        seconds = self.expected(blocks, now)
+        seconds = self.expected(blocks, now) + handover
         if self._share is not None and self._cost.per_unit is not None:
             # A load makes those that come before its end later, by half of its own time on average. The share is that
             # at the last load or probe: what loads while the tier rests would otherwise all come at once.

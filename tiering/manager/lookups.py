@@ -177,6 +177,8 @@ class ManagerLookups(ManagerParts):
             self._owner.claim()
         self._rest.until = None
         self.primary_tier.complete_load(keys, req_context)
+        if self._gates and (request := self._known.get(req_context.req_id)) is not None:
+            self._search.handed_over(request)
         if self._bounds_copies:
             self.primary_tier.grant_copies(-COPIES_PER_BLOCK * len(keys))
 

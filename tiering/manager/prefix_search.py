@@ -25,9 +25,13 @@ from tiering.manager.requests import Request
 from tiering.manager.tier_state import TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
+from tiering.runtime.shortest import Shortest
 
 MAX_RUNS = 128
 """Largest number of runs of missing blocks that one search promotes; later steps promote the rest."""
+
+HANDOVER_SECONDS = 300.0
+"""Length of a period of the shortest time from the end of a load to its blocks in the engine's cache, in seconds."""
 
 UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
@@ -109,6 +113,8 @@ class PrefixSearch:
         """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
         self.is_assumed = False
         """True if :attr:`compute_seconds` are not measured yet."""
+        self._handover = Shortest(HANDOVER_SECONDS, clock())
+        """Seconds from the end of a load to the blocks in the engine's cache: steps and a copy."""
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
         """Return the longest prefix of ``keys``, searching on from ``position``.
@@ -149,6 +155,13 @@ class PrefixSearch:
         is_complete = not walk.waits and (end < len(seen) or len(seen) == len(keys))
         return EarlyMatch(end, walk.begun, is_complete, walk.is_undecided)
 
+    def handed_over(self, request: Request) -> None:
+        """Record that the blocks that a request has loaded are in the engine's cache."""
+        if request.arrived_at > -math.inf:
+            now = self._clock()
+            self._handover.add(now - request.arrived_at, now)
+            request.arrived_at = -math.inf
+
     def held(self, request: Request, keys: Sequence[OffloadKey]) -> PrefixMatch:
         """Return how many leading ``keys`` are held or in flight, without a promotion.
 
@@ -180,7 +193,7 @@ class PrefixSearch:
                 run = list(takewhile(self._pending.__contains__, keys[position:]))
                 if request.refused:
                     run = list(takewhile(lambda other: other not in request.refused, run))
-                if self.gates and not self._joins(request, run, is_early=walk.is_early):
+                if self.gates and not self._joins(request, run, position, is_early=walk.is_early):
                     break
                 self._promotions.join(request, run)
                 pending = True
@@ -240,7 +253,7 @@ class PrefixSearch:
                 keys
                 and gate is not None
                 and not walk.is_early
-                and not self._pays(state, gate, request, keys, self._lost(walk, position, keys, end))
+                and not self._pays(state, gate, request, keys, position, self._lost(walk, position, keys, end))
             ):
                 count = 0 if request.is_control_of(state.rank) else gate.take_probe(len(keys), self._clock())
                 if count:
@@ -278,7 +291,13 @@ class PrefixSearch:
         return max(end, behind + self._readable.leading(walk.keys[behind:])) - position
 
     def _pays(
-        self, state: TierState, gate: LoadGate, request: Request, keys: Sequence[OffloadKey], lost: int = 0
+        self,
+        state: TierState,
+        gate: LoadGate,
+        request: Request,
+        keys: Sequence[OffloadKey],
+        position: int,
+        lost: int = 0,
     ) -> bool:
         """Return True if a request is to load ``keys``, for no longer than computing them takes.
 
@@ -287,16 +306,19 @@ class PrefixSearch:
             gate: its gate.
             request: the request.
             keys: blocks that the request does not wait for yet.
+            position: number of blocks in front of them, which are handed over anyway.
             lost: number of blocks that it computes otherwise; 0 if ``keys`` are on their way already. Default 0.
         """
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
-        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(len(keys) if lost else 0, seconds, now))
+        handover = 0.0 if position or (shortest := self._handover.value(now)) == math.inf else shortest
+        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(len(keys) if lost else 0, seconds, handover, now))
         worth = state.worth
         if pays and worth is not None and not request.is_cut:
             is_known = not self.is_assumed and seconds < math.inf
             if lost and request.is_measured and request.trial is None and is_known:
                 cost = self._compute_seconds(keys[0], lost)
-                request.trial = worth.begin(state.rank, seconds, gate.expected(len(keys), now), cost, now)
+                load = gate.expected(len(keys), now) + handover
+                request.trial = worth.begin(state.rank, seconds, load, cost, now)
                 request.is_measured = request.trial is not None
             if request.is_control_of(state.rank):
                 return False
@@ -310,14 +332,14 @@ class PrefixSearch:
             request.wait_longer(now, seconds)
         return True
 
-    def _joins(self, request: Request, run: Sequence[OffloadKey], *, is_early: bool) -> bool:
+    def _joins(self, request: Request, run: Sequence[OffloadKey], position: int, *, is_early: bool) -> bool:
         """Return True if a request is to wait for blocks that are being loaded or stored for others."""
         state = None if run[0] in request.asked else self._promotions.source(run[0])
         if state is None or state.gate is None:
             return True
         if is_early:
             return not request.is_early  # a prefetch waits for nothing
-        return self._pays(state, state.gate, request, run)
+        return self._pays(state, state.gate, request, run, position)
 
     def _undecided_patience(self, gate: LoadGate, keys: Sequence[OffloadKey], left: int) -> float:
         """Return the seconds for which a request waits for an undecided tier with a gate."""

@@ -60,6 +60,8 @@ class Request:
     """Time from which on the request waits for gated loads; no meaning while :attr:`load_by` is infinity."""
     load_by: float = math.inf
     """Time until which the request waits for gated loads: as long as computing their blocks takes."""
+    arrived_at: float = -math.inf
+    """Time at which the latest blocks from a gated tier have arrived for the request's next load; before: none have."""
     is_cut: bool = False
     """True once the request has waited that long in vain; it loads nothing more from gated tiers."""
     gated: set[int] = field(default_factory=set)
