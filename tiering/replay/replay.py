@@ -460,8 +460,8 @@ class Replay:
         dollars = paid / GIB * prices.dollars_per_gib_month
         if months:
             traffic = (
-                io.stores.blocks / 1e6 * prices.dollars_per_million_writes
-                + (io.stats.requests - io.stores.blocks) / 1e6 * prices.dollars_per_million_reads
+                io.stored_blocks / 1e6 * prices.dollars_per_million_writes
+                + (io.stats.requests - io.stored_blocks) / 1e6 * prices.dollars_per_million_reads
                 + io.stats.read_bytes / GIB * prices.dollars_per_gib_read
             )
             dollars += traffic / months

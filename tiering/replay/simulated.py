@@ -1,4 +1,7 @@
-"""A medium and its I/O side in simulated time: blocks have no bytes, and a model times the jobs."""
+"""A medium and its I/O side in simulated time: blocks have no bytes.
+
+The end of a job is certain when it is submitted. :mod:`tiering.replay.model` describes the duration of a job.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, repeat
-from typing import Any
 
-from tiering.errors import StoreError
-from tiering.medium.block_store import BlockIO, BlockStore, Done, Place, StoreProbe, StoreTraits
+from tiering.errors import OverdueError, StoreError
+from tiering.medium.block_store import BlockIO, BlockStore, Done, Outcome, Place, StoreProbe, StoreTraits
 from tiering.medium.host import BATCH_UNIT_BYTES, SINGLE_UNIT_BYTES
 from tiering.medium.layers.attempts import IoStats
 from tiering.medium.layers.breaker import Breakers
 from tiering.medium.side import IoTask
 from tiering.replay.model import MediumModel
-from tiering.replay.queues import JobQueue
 from tiering.secondary.contract import TransferJob
 from tiering.secondary.options import BlockTierOptions
 
 SLOT_HEADER_BYTES = 4096
 """Bytes of a block's header on a simulated medium with slots, as on a local disk."""
+
+
+_Event = tuple[float, int, Callable[[], TransferJob | None]]
+"""The end of a job or a task: its time, its number, and a function that ends it and returns the job."""
 
 
 class Clock:
@@ -121,6 +126,8 @@ class SimulatedStore(BlockStore):
 class SimulatedIo:
     """An I/O side that moves nothing: a job ends once the medium's model has had time for it.
 
+    The jobs of one direction are moved one after the other.
+
     Args:
         name: name of the tier.
         store: the medium.
@@ -142,27 +149,30 @@ class SimulatedIo:
         self.store: SimulatedStore = store
         self.breakers = Breakers.build(options.breaker, name=name, clock=clock.read, jitter=lambda: 1.0)
         self.stats = IoStats()
-        at_once = options.depth.start
-        self.loads = JobQueue(model.read_bytes_per_second, model.latency, at_once, bytes_ratio)
-        self.stores = JobQueue(model.write_bytes_per_second, model.latency, at_once, bytes_ratio)
-        self.load_depth = self.store_depth = at_once
+        self.load_depth = self.store_depth = options.depth.start
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.model = model
         """Speed and price of the medium."""
         self.bytes_ratio = bytes_ratio
         """Stored bytes by raw bytes, below 1 for a tier that compresses."""
         self.clock = clock
-        self._order = count()
-        self._tasks: list[tuple[float, int, IoTask, Any, BaseException | None]] = []
+        self.stored_blocks = 0
+        """Number of blocks that were written, or are being written."""
+        self._free_at = {True: 0.0, False: 0.0}
+        """Time at which all loads (True), or all stores (False), that were submitted will have been moved."""
+        self._numbers = count()
+        self._answers: list[_Event] = []
+        """Ends of loads and tasks, as a heap."""
+        self._stores: list[_Event] = []
+        """Ends of stores, as a heap."""
 
     def next_answer(self) -> float:
         """Return the time at which the next load or probe ends; infinity if none is under way."""
-        end = self.loads.next_end
-        return min(end, self._tasks[0][0]) if self._tasks else end
+        return self._answers[0][0] if self._answers else math.inf
 
     def next_end(self) -> float:
         """Return the time at which the next job, task or probe ends; infinity if none is under way."""
-        return min(self.stores.next_end, self.next_answer())
+        return min(self._stores[0][0], self.next_answer()) if self._stores else self.next_answer()
 
     @property
     def busy_bytes(self) -> int:
@@ -170,17 +180,43 @@ class SimulatedIo:
         return 2 * self.store_depth * (SINGLE_UNIT_BYTES if self.store.named else BATCH_UNIT_BYTES)
 
     def submit(self, job: TransferJob) -> None:
-        loads, stores, stats = self.loads, self.stores, self.stats
-        before = loads.blocks + stores.blocks
-        if job.is_promotion:
-            loads.submit(job, self.clock.now)
-            ends, request = self.clock.load_ends, job.req_context.req_id
-            ends[request] = max(loads.free_at, ends.get(request, 0.0))
+        """Add a job, which begins when those before it have been moved, or fails at its deadline."""
+        now, load = self.clock.now, job.is_promotion
+        events = self._answers if load else self._stores
+        start = max(now, self._free_at[load])
+        if start < job.deadline:
+            self._free_at[load] = start + self._move(job)
+            self._push(events, self._free_at[load], partial(self._ended, job, Done.DONE))
         else:
-            stores.submit(job, self.clock.now)
-        stats.requests += loads.blocks + stores.blocks - before
-        stats.read_bytes, stats.read_seconds = loads.moved_bytes, loads.moved_seconds
-        stats.written_bytes, stats.written_seconds = stores.moved_bytes, stores.moved_seconds
+            overdue = OverdueError(f"the {job.verb} waited longer than the tier's deadline")
+            self._push(events, max(job.deadline, now), partial(self._ended, job, overdue))
+        if load:
+            ends, request = self.clock.load_ends, job.req_context.req_id
+            ends[request] = max(self._free_at[True], ends.get(request, 0.0))
+
+    def _move(self, job: TransferJob) -> float:
+        """Count the bytes of a job, and return its duration in seconds."""
+        stats, blocks, moved = self.stats, len(job.moved), int(sum(job.sizes) * self.bytes_ratio)
+        bandwidth = self.model.read_bytes_per_second if job.is_promotion else self.model.write_bytes_per_second
+        waves = math.ceil(blocks / self.load_depth)
+        seconds = max(self.model.latency + moved / bandwidth, waves * self.model.latency)
+        stats.requests += blocks
+        if job.is_promotion:
+            stats.read_bytes += moved
+            stats.read_seconds += seconds
+        else:
+            stats.written_bytes += moved
+            stats.written_seconds += seconds
+            self.stored_blocks += blocks
+        return seconds
+
+    def _ended(self, job: TransferJob, outcome: Outcome) -> TransferJob:
+        job.outcomes = [outcome] * len(job.moved)
+        if outcome is Done.DONE and job.is_promotion:
+            job.outcomes = [Done.DONE if there else Done.ABSENT for there in self.store.held(job.places)]
+        elif outcome is Done.DONE:
+            self.store.hold(job.places)
+        return job
 
     def run(self, task: IoTask) -> None:
         result, error = None, None
@@ -196,21 +232,18 @@ class SimulatedIo:
             task.on_done(result, error)
             return
         end = self.clock.now + (self.model.latency if task.name == "probe" else 0.0)
-        heapq.heappush(self._tasks, (end, next(self._order), task, result, error))
+        self._push(self._answers, end, partial(task.on_done, result, error))
+
+    def _push(self, events: list[_Event], end: float, finish: Callable[[], TransferJob | None]) -> None:
+        heapq.heappush(events, (end, next(self._numbers), finish))
 
     def poll(self) -> Sequence[TransferJob]:
-        now, tasks = self.clock.now, self._tasks
-        while tasks and tasks[0][0] <= now:
-            _, _, task, result, error = heapq.heappop(tasks)
-            task.on_done(result, error)
-        loaded, stored = self.loads.take_ended(now), self.stores.take_ended(now)
-        for job in loaded:
-            if Done.DONE in job.outcomes:
-                job.outcomes = [Done.DONE if there else Done.ABSENT for there in self.store.held(job.places)]
-        for job in stored:
-            if Done.DONE in job.outcomes:
-                self.store.hold(job.places)
-        return loaded + stored
+        ended: list[TransferJob] = []
+        for events in (self._answers, self._stores):
+            while events and events[0][0] <= self.clock.now:
+                if (job := heapq.heappop(events)[2]()) is not None:
+                    ended.append(job)
+        return ended
 
     def wait(self, timeout: float) -> bool:
         """Let simulated time pass until something has ended, ``timeout`` seconds at most."""
@@ -231,8 +264,7 @@ class SimulatedIo:
 
     def drain(self, deadline: float) -> bool:
         """Let time pass until all jobs have ended, whatever the deadline is, and return True."""
-        ends = (end for end, *_ in self._tasks)
-        self.clock.now = max([self.clock.now, self.loads.last_end, self.stores.last_end, *ends])
+        self.clock.now = max([self.clock.now, *(end for end, *_ in [*self._answers, *self._stores])])
         return True
 
     def close(self, deadline: float) -> bool:
