@@ -13,20 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tiering.api.masking import shown
-from tiering.config.inline import (
-    LMCACHE_CLASS,
-    LMCACHE_MODULE,
-    SGLANG_CLASS,
-    SGLANG_MODULE,
-    TIER_CLASS,
-    TIER_MODULE,
-    is_adapter,
-    is_storage,
-    is_tier,
-    read_adapter,
-    read_storage,
-    read_tier,
-)
+from tiering.config.inline import ADAPTER, STORAGE, TIER, is_tier, read_adapter, read_storage, read_tier
 from tiering.config.source import read_plain
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -47,9 +34,10 @@ def stack_at(path: str) -> StackConfig:
     if not isinstance(data, Mapping):
         return load_stack(path)
     try:
-        if (storage := _flag(data, _SGLANG_FLAGS, "the words of a storage backend")) is not None or is_storage(data):
+        storage = _flag(data, _SGLANG_FLAGS, "the words of a storage backend")
+        if storage is not None or STORAGE.is_named_by(data):
             return _storage(data if storage is None else storage)
-        if is_adapter(data):
+        if ADAPTER.is_named_by(data):
             return _adapter(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -64,7 +52,7 @@ def stack_at(path: str) -> StackConfig:
     if not found:
         raise ConfigError(
             f"{path}: names no stack; allowed are TieringConnector, and OffloadingConnector with a dictionary in "
-            f"secondary_tiers whose type is {TIER_CLASS} and whose module_path is {TIER_MODULE}"
+            f"secondary_tiers whose type is {TIER.name} and whose module_path is {TIER.module}"
         )
     places = ", ".join(where for where, _ in found)
     raise ConfigError(f"{path}: names {len(found)} stacks ({places}); write all tiers into one stack")
@@ -99,18 +87,18 @@ def _flag(data: Mapping[Any, Any], names: Sequence[str], content: str) -> Mappin
 
 def _storage(given: Mapping[str, Any]) -> StackConfig:
     """Return the stack in SGLang's dictionary."""
-    if not is_storage(given):
-        raise ConfigError(f"module_path: {shown(given.get('module_path'))} is not {SGLANG_MODULE}")
-    if given.get("class_name") != SGLANG_CLASS:
-        raise ConfigError(f"class_name: {shown(given.get('class_name'))} is not {SGLANG_CLASS}")
+    if not STORAGE.is_named_by(given):
+        raise ConfigError(f"module_path: {shown(given.get('module_path'))} is not {STORAGE.module}")
+    if given.get("class_name") != STORAGE.name:
+        raise ConfigError(f"class_name: {shown(given.get('class_name'))} is not {STORAGE.name}")
     return read_storage(given)[0]
 
 
 def _adapter(given: Mapping[str, Any]) -> StackConfig:
     """Return the stack in LMCache's dictionary, whose other words are LMCache's own."""
-    for word, allowed in (("type", "plugin"), ("class_name", LMCACHE_CLASS)):
+    for word, allowed in (("type", "plugin"), ("class_name", ADAPTER.name)):
         if given.get(word) != allowed:
-            raise ConfigError(f"{word}: {shown(given.get(word))} is not {allowed}, as {LMCACHE_MODULE} needs")
+            raise ConfigError(f"{word}: {shown(given.get(word))} is not {allowed}, as {ADAPTER.module} needs")
     if given.get("serde"):
         raise ConfigError("serde: objects that LMCache has serialized are not found again; leave it out")
     if not isinstance(params := given.get("adapter_params"), Mapping):
@@ -132,9 +120,9 @@ def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackC
             place = f"{inside}.secondary_tiers[{number}]"
             if is_tier(tier):
                 yield place, _read(place, read_tier, tier)
-            elif tier.get("module_path") == TIER_MODULE:
+            elif TIER.is_named_by(tier):
                 name = shown(tier.get("type"))
-                raise ConfigError(f"{place}.type: {name} is no class of {TIER_MODULE}; it should be {TIER_CLASS}")
+                raise ConfigError(f"{place}.type: {name} is no class of {TIER.module}; it should be {TIER.name}")
     elif connector == "MultiConnector":
         for number, child in enumerate(_list(inside, extra, "connectors")):
             yield from _stacks(f"{inside}.connectors[{number}].", child)

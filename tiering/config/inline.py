@@ -7,7 +7,7 @@ own words.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiering.api.units import parse_duration, parse_size
 from tiering.config.problems import Problem, changed, refuse, unknown_word
@@ -15,23 +15,31 @@ from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions
 
-TIER_CLASS = "KVTieringTier"
-"""Name of the class that vLLM's own tiering loads, together with :data:`TIER_MODULE`."""
 
-TIER_MODULE = "tiering.engines.vllm_tier"
-"""Module of the class."""
+class EngineClass(NamedTuple):
+    """A class of this project that an engine loads."""
+
+    name: str
+    module: str
+    """Module of the class, as the engine's dictionary has it (``module_path``)."""
+
+    def is_named_by(self, given: Mapping[str, Any]) -> bool:
+        """Return True if an engine's dictionary names the module."""
+        return given.get("module_path") == self.module
+
+
+TIER = EngineClass("KVTieringTier", "tiering.engines.vllm_tier")
+"""The tier that vLLM's own tiering loads."""
+STORAGE = EngineClass("KVTieringStorage", "tiering.engines.sglang")
+"""The storage backend that SGLang loads."""
+ADAPTER = EngineClass("KVTieringAdapter", "tiering.engines.lmcache")
+"""The adapter that LMCache loads."""
 
 TIER_TYPE = "kv_tiering"
-"""Name of the class in vLLM's registry of tiers, in which its plugin enters it."""
+"""Name of :data:`TIER` in vLLM's registry of tiers, in which its plugin enters it."""
 
 _TIER_WORDS = frozenset({"type", "module_path", "locality", "backpressure"})
 _LOCALITIES = ("LOCAL", "REMOTE")
-
-SGLANG_CLASS = "KVTieringStorage"
-"""Name of the class that SGLang loads, together with :data:`SGLANG_MODULE`."""
-
-SGLANG_MODULE = "tiering.engines.sglang"
-"""Module of the class."""
 
 CALL_DEADLINE = 4.0
 """Longest time in seconds that one of the engine's threads waits in a call, by default."""
@@ -46,12 +54,6 @@ _SGLANG_WORDS = frozenset(
         *("hicache_storage_pass_prefix_keys", "tp_lcm_size"),
     }
 )
-LMCACHE_CLASS = "KVTieringAdapter"
-"""Name of the class that LMCache loads, together with :data:`LMCACHE_MODULE`."""
-
-LMCACHE_MODULE = "tiering.engines.lmcache"
-"""Module of the class."""
-
 TASK_DEADLINE = 10.0
 """Longest time in seconds until the end of one of LMCache's tasks, by default."""
 
@@ -207,16 +209,4 @@ def _without_effect(stack: StackConfig, engine: str, no_events: str) -> Iterator
 
 def is_tier(given: Mapping[str, Any]) -> bool:
     """Return True if a dictionary in vLLM's ``secondary_tiers`` names the tier of this project."""
-    return given.get("type") == TIER_TYPE or (
-        given.get("type") == TIER_CLASS and given.get("module_path") == TIER_MODULE
-    )
-
-
-def is_storage(given: Mapping[str, Any]) -> bool:
-    """Return True if SGLang's dictionary names a module of this project."""
-    return given.get("module_path") == SGLANG_MODULE
-
-
-def is_adapter(given: Mapping[str, Any]) -> bool:
-    """Return True if LMCache's dictionary names a module of this project."""
-    return given.get("module_path") == LMCACHE_MODULE
+    return given.get("type") == TIER_TYPE or (given.get("type") == TIER.name and TIER.is_named_by(given))

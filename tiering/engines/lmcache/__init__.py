@@ -5,19 +5,9 @@ LMCache finds the class by ``module_path`` and ``class_name`` in its dictionary.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from tiering.config.inline import LMCACHE_CLASS
+from tiering.config.inline import ADAPTER
+from tiering.engines import class_on_demand
 
 __all__ = ["KVTieringAdapter"]
 
-
-def __getattr__(name: str) -> Any:
-    """Return ``KVTieringAdapter``.
-
-    Only this function imports LMCache. The modules that it does not load work without LMCache.
-    """
-    if name == LMCACHE_CLASS:
-        return getattr(importlib.import_module("tiering.engines.lmcache.adapter"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = class_on_demand(__name__, ADAPTER.name, "adapter")

@@ -5,19 +5,9 @@ SGLang finds the class by ``module_path`` and ``class_name`` in its dictionary. 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from tiering.config.inline import SGLANG_CLASS
+from tiering.config.inline import STORAGE
+from tiering.engines import class_on_demand
 
 __all__ = ["KVTieringStorage"]
 
-
-def __getattr__(name: str) -> Any:
-    """Return ``KVTieringStorage``.
-
-    Only this function imports SGLang. The modules that it does not load work without SGLang.
-    """
-    if name == SGLANG_CLASS:
-        return getattr(importlib.import_module("tiering.engines.sglang.backend"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = class_on_demand(__name__, STORAGE.name, "backend")

@@ -11,7 +11,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from tiering.config.inline import TIER_CLASS, TIER_MODULE, TIER_TYPE
+from tiering.config.inline import TIER, TIER_TYPE
+from tiering.engines import class_on_demand
 from tiering.engines.vllm.identification import note_files
 
 __all__ = ["KVTieringTier", "register"]
@@ -29,15 +30,11 @@ def register() -> None:
     with suppress(Exception):  # vLLM has loaded the plugin for everybody, and must start
         note_files(sys._getframe(1))
     if TIER_TYPE not in factory._registry:
-        factory.register_tier(TIER_TYPE, TIER_MODULE, TIER_CLASS)
+        factory.register_tier(TIER_TYPE, TIER.module, TIER.name)
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``KVTieringTier``.
-
-    Only this function imports vLLM. The modules that it does not load work without vLLM.
-    """
-    if name == TIER_CLASS:
+    """Return ``KVTieringTier``, and note the model's files, before vLLM reads them."""
+    if name == TIER.name:
         note_files(sys._getframe(1))
-        return getattr(importlib.import_module("tiering.engines.vllm_tier.tier"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return class_on_demand(__name__, TIER.name, "tier")(name)
