@@ -14,17 +14,8 @@ from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.measure import Limit, Measured, Plan, measure_tier
 from tiering.cli.output import duration, print_json, progress, rate, stdout
-from tiering.cli.parameters import (
-    DURATION,
-    SIZE,
-    Number,
-    admin_of,
-    json_option,
-    secondary_tiers,
-    stack_argument,
-    tier_options,
-)
-from tiering.cli.tiers import note
+from tiering.cli.parameters import DURATION, SIZE, Number, json_option
+from tiering.cli.tiers import ChosenTiers, chosen_tiers, note
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
 
 DEFAULT_SIZES = ("512KiB", "2MiB", "8MiB")
@@ -57,7 +48,6 @@ class BreakEven:
 
 
 @click.command()
-@stack_argument
 @click.option(
     "--block-bytes",
     "sizes",
@@ -81,10 +71,10 @@ class BreakEven:
 @click.option("--prefill-tokens-per-second", type=Number(min=0, min_open=True), help="Speed of recomputing.")
 @click.option("--bytes-per-token", type=SIZE, help="KV of one token, all layers and ranks together.")
 @click.option("--no-device", is_flag=True, help="Do not measure the bare device.")
-@tier_options
+@chosen_tiers(_CPU_TIER)
 @json_option
 def bench(
-    stack: str,
+    chosen: ChosenTiers,
     sizes: tuple[int, ...],
     depths: tuple[int, ...],
     nbytes: int,
@@ -92,8 +82,6 @@ def bench(
     prefill_tokens_per_second: float | None,
     bytes_per_token: int | None,
     no_device: bool,
-    tiers: tuple[str, ...],
-    replica: str | None,
     as_json: bool,
 ) -> int:
     """Measure what each tier of STACK does on this machine.
@@ -113,16 +101,15 @@ def bench(
     """
     if (prefill_tokens_per_second is None) != (bytes_per_token is None):
         raise click.UsageError("--prefill-tokens-per-second and --bytes-per-token: give both or neither")
-    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     plan = Plan(sizes, depths, nbytes, seconds)
     measured: list[Measured] = []
     failed = False
     with progress(TimeElapsedColumn()) as bar:
         task = bar.add_task("")
-        for options in chosen:
+        for options in chosen.tiers:
             bar.update(task, description=options.tier_name)
             try:
-                admin = admin_of(options, replica)
+                admin = chosen.admin(options)
                 owner = admin.owner()
                 if owner is not None:
                     failed = True

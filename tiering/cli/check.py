@@ -20,16 +20,8 @@ from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
 from tiering.cli.machine import below_one_block, probe_machine
 from tiering.cli.output import duration, print_json, stdout
-from tiering.cli.parameters import (
-    admin_of,
-    block_bytes_option,
-    chosen_tiers,
-    device_cache_option,
-    json_option,
-    stack_argument,
-    tier_options,
-)
-from tiering.cli.tiers import conflicts_with_earlier
+from tiering.cli.parameters import block_bytes_option, device_cache_option, json_option
+from tiering.cli.tiers import ChosenTiers, chosen_tiers
 from tiering.cli.verify import BlockVerifier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
 from tiering.secondary.options import TierOptions
@@ -47,21 +39,18 @@ PRIMARY = "primary"
 
 
 @click.command()
-@stack_argument
 @block_bytes_option
 @device_cache_option("not compared with the CPU tier")
 @click.option("--strict", is_flag=True, help="Warnings make the exit code 1, too.")
 @click.option("--no-round-trip", is_flag=True, help="Move no block through the tiers.")
-@tier_options
+@chosen_tiers()
 @json_option
 def check(
-    stack: str,
+    chosen: ChosenTiers,
     block_bytes: int,
     device_cache: int | None,
     strict: bool,
     no_round_trip: bool,
-    tiers: tuple[str, ...],
-    replica: str | None,
     as_json: bool,
 ) -> int:
     """Validate STACK and probe every tier for real.
@@ -78,21 +67,17 @@ def check(
       kv-tiering check stack.yaml --device-cache 40GiB
       kv-tiering check stack.yaml --json | jq '.findings[] | select(.severity == "error")'
     """
-    config, chosen = chosen_tiers(stack, tiers)
     found: list[tuple[str, Finding]] = []
-    if not tiers:
-        found += [(PRIMARY, finding) for finding in probe_machine(config, block_bytes, device_cache)]
-    for options in chosen:
-        found += [(options.tier_name, finding) for finding in _conflicts(options, config.secondary, replica)]
-        found += [
-            (options.tier_name, finding)
-            for finding in probe_tier(options, replica, block_bytes, round_trip=not no_round_trip)
-        ]
+    if not chosen.are_named:
+        found += [(PRIMARY, finding) for finding in probe_machine(chosen.config, block_bytes, device_cache)]
+    for options in chosen.tiers:
+        probes = probe_tier(chosen, options, block_bytes, round_trip=not no_round_trip)
+        found += [(options.tier_name, finding) for finding in probes]
     bad = {Severity.ERROR, Severity.WARNING} if strict else {Severity.ERROR}
     failed = any(finding.severity in bad for _, finding in found)
     if as_json:
         findings = [{"tier": tier, **dataclasses.asdict(finding)} for tier, finding in found]
-        print_json({"stack": stack, "ok": not failed, "block_bytes": block_bytes, "findings": findings})
+        print_json({"stack": chosen.path, "ok": not failed, "block_bytes": block_bytes, "findings": findings})
     else:
         _print(found)
     return int(failed)
@@ -101,19 +86,15 @@ def check(
 # ---------------------------------------------------------------------------------------------------------------- tiers
 
 
-def _conflicts(options: TierOptions, every: Sequence[TierOptions], replica: str | None) -> Iterator[Finding]:
-    """Yield an error for each tier before this one in the stack whose medium the two tiers cannot share."""
-    for text in conflicts_with_earlier(options, every, replica):
+def probe_tier(chosen: ChosenTiers, options: TierOptions, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
+    """Yield findings about one tier; a failure of a probe is a finding, too."""
+    for text in chosen.conflicts(options):
         remedy = "give each tier a path of its own, and mind symbolic links and bind mounts"
         yield Finding(Severity.ERROR, "one directory", text, remedy)
-
-
-def probe_tier(options: TierOptions, replica: str | None, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
-    """Yield findings about one tier; a failure of a probe is a finding, too."""
     found: list[Finding] = []
     yield from _swapped(options)
     try:
-        admin = admin_of(options, replica)
+        admin = chosen.admin(options)
         for finding in admin.check(block_bytes):
             found.append(finding)
             yield finding

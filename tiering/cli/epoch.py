@@ -9,8 +9,8 @@ import click
 
 from tiering.admin.records import KnownNamespace
 from tiering.admin.tier_admin import TierAdmin
-from tiering.cli.parameters import change_options, namespace_options, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
+from tiering.cli.parameters import change_options, namespace_options
+from tiering.cli.tiers import ChosenTiers, choose_namespaces, chosen_tiers, note, unchanged
 from tiering.epochs.documents import new_invalidation
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.secondary.options import SharedOptions, TierOptions
@@ -52,18 +52,15 @@ def epoch(context: click.Context) -> None:
 
 
 @epoch.command()
-@stack_argument
 @namespace_options("Begin new epochs of all namespaces.")
 @change_options
-@tier_options
+@chosen_tiers(_CPU_TIER)
 def new(
-    stack: str,
+    chosen: ChosenTiers,
     namespace: str | None,
     everything: bool,
     yes: bool,
     dry_run: bool,
-    tiers: tuple[str, ...],
-    replica: str | None,
 ) -> int:
     """Begin a new epoch of a namespace: blocks stored before are not served any more.
 
@@ -84,7 +81,7 @@ def new(
       kv-tiering epoch new stack.yaml --namespace 5f0c2d1e --dry-run
       kv-tiering epoch new stack.yaml --all --yes
     """
-    config, named = secondary_tiers(stack, tiers, _CPU_TIER)
+    config, named = chosen.config, chosen.tiers
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
     if yes and dry_run:
@@ -92,15 +89,15 @@ def new(
     shared = [options for options in config.secondary if isinstance(options, SharedOptions)]
     # Without the epoch, one shared tier would bring older blocks back into the others.
     every = config.revision is None and any(options in shared for options in named)
-    chosen = [options for options in config.secondary if options in named or (every and options in shared)]
-    contents, code = for_each_tier(chosen, replica, _content)
+    concerned = [options for options in config.secondary if options in named or (every and options in shared)]
+    contents, code = chosen.for_each(_content, concerned)
     if not contents:
         return code
     known = {item.name: item for content in contents.values() for item in content.namespaces}
     places = ", ".join(content.place for content in contents.values())
     names = {item.name for item in choose_namespaces(list(known.values()), namespace, places)}
     going: list[TierOptions] = []
-    for options in chosen:
+    for options in concerned:
         if content := contents.get(options.tier_name):
             found = [f"{item.name[:8]} ({item.label})" for item in content.namespaces if item.name in names]
             click.echo(f"{options.tier_name}\t{', '.join(found) or 'no namespace'}")
@@ -132,7 +129,7 @@ def new(
         click.echo(_OLDER, err=True)
     # Buckets keep the epoch, so they come first. A pool may lose it, and is watched last.
     going.sort(key=lambda options: (contents[options.tier_name].watch_seconds, options not in shared))
-    begun, failed = _begin(going, replica, names)
+    begun, failed = _begin(chosen, going, names)
     if every and begun:
         for options in shared:
             if options.tier_name not in begun and (options in going or options.tier_name not in contents):
@@ -144,7 +141,7 @@ def new(
     return code or failed
 
 
-def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -> tuple[dict[str, None], int]:
+def _begin(chosen: ChosenTiers, going: Sequence[TierOptions], names: set[str]) -> tuple[dict[str, None], int]:
     """Begin the epochs on the media of ``going``; return the tiers that succeeded, and the exit code."""
     invalidation = new_invalidation()
 
@@ -174,4 +171,4 @@ def _begin(going: Sequence[TierOptions], replica: str | None, names: set[str]) -
         if left:
             raise TemporaryStoreError(f"{len(left)} namespace(s) have no new epoch yet; repeat the command")
 
-    return for_each_tier(going, replica, begin)
+    return chosen.for_each(begin, going)

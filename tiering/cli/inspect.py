@@ -13,8 +13,8 @@ from tiering.admin.records import EpochState, KnownNamespace
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import age, duration, print_json, stdout
-from tiering.cli.parameters import SIZE, json_option, secondary_tiers, stack_argument, tier_options
-from tiering.cli.tiers import conflicts_with_earlier, for_each_tier, note
+from tiering.cli.parameters import SIZE, json_option
+from tiering.cli.tiers import ChosenTiers, chosen_tiers, note
 from tiering.cli.verify import Resumable, Verified, verify_tier
 from tiering.epochs.nearest import differences
 
@@ -25,7 +25,6 @@ SHOWN = 20
 
 
 @click.command(name="inspect")
-@stack_argument
 @click.option("--verify", is_flag=True, help="Read every block and verify its checksums.")
 @click.option("--rate", type=SIZE, metavar="SIZE", help="Read at most this many bytes per second in --verify.")
 @click.option(
@@ -37,16 +36,14 @@ SHOWN = 20
     metavar="FILE",
     help="Keep the progress of --verify in FILE, and go on from there after an interruption.",
 )
-@tier_options
+@chosen_tiers(_CPU_TIER)
 @json_option
 def inspect_command(
-    stack: str,
+    chosen: ChosenTiers,
     verify: bool,
     rate: int | None,
     concurrency: int,
     state: Path | None,
-    tiers: tuple[str, ...],
-    replica: str | None,
     as_json: bool,
 ) -> int:
     """Show the namespaces, blocks, bytes and ages that the tiers of STACK hold.
@@ -64,21 +61,20 @@ def inspect_command(
     """
     if not verify and (rate is not None or state is not None):
         raise click.UsageError("--rate and --state need --verify")
-    config, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
-    for options in chosen:
-        for reason in conflicts_with_earlier(options, config.secondary, replica):
+    for options in chosen.tiers:
+        for reason in chosen.conflicts(options):
             note(options.tier_name, f"{reason}, and the blocks of this directory are counted twice")
-    progress = Resumable(state, stack) if verify else None
+    progress = Resumable(state, chosen.path) if verify else None
 
     async def work(admin: TierAdmin) -> tuple[TierContent, Verified | None]:
         content = await read_content(admin)
-        if replica is None and (names := admin.replicas()):
+        if chosen.replica is None and (names := admin.replicas()):
             note(admin.name, f"data-parallel replicas, or namespaces of a service, for --replica: {', '.join(names)}")
         if progress is None:
             return content, None
         return content, await verify_tier(admin, content.nbytes, progress, rate=rate, concurrency=concurrency)
 
-    results, code = for_each_tier(chosen, replica, work)
+    results, code = chosen.for_each(work)
     contents = {tier: content for tier, (content, _) in results.items()}
     verified = {tier: found for tier, (_, found) in results.items() if found is not None}
     damaged = any(found.damaged or contents[tier].unreadable for tier, found in verified.items())

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import click
 
-from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import parse_duration, parse_size
-from tiering.cli.transfer_config import stack_at
-from tiering.config.registry import tier_definition
-from tiering.config.stack_file import StackConfig
-from tiering.errors import ConfigError, TieringError
-from tiering.secondary.options import TierOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -78,14 +72,6 @@ def stack_argument(command: Command) -> Command:
     return click.argument("stack", metavar="STACK", type=click.Path())(command)  # shells complete file names
 
 
-def tier_options(command: Command) -> Command:
-    """Add ``--tier`` and ``--replica``."""
-    command = click.option("--replica", metavar="NAME", help="Data-parallel replica whose directory is meant.")(command)
-    return click.option(
-        "--tier", "tiers", multiple=True, metavar="NAME", help="Only this tier of the stack; may be given again."
-    )(command)
-
-
 def change_options(command: Command) -> Command:
     """Add ``--yes`` and ``--dry-run``."""
     command = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")(command)
@@ -129,44 +115,3 @@ def device_cache_option(effect: str) -> Callable[[Command], Command]:
     return click.option(
         "--device-cache", type=SIZE, metavar="SIZE", help=f"The engine's own prefix cache; default: {effect}."
     )
-
-
-def chosen_tiers(stack: str, names: Sequence[str]) -> tuple[StackConfig, list[TierOptions]]:
-    """Return the stack and the tiers that were chosen by ``--tier``; by default, all.
-
-    Raises:
-        ConfigError: the stack is invalid, or has no tier of that name.
-    """
-    config = stack_at(stack)
-    known = [options.tier_name for options in config.secondary]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--tier: the stack has no tier {name!r}; it has {', '.join(known) or 'no tiers'}")
-    return config, [options for options in config.secondary if not names or options.tier_name in names]
-
-
-def secondary_tiers(stack: str, names: Sequence[str], cpu_tier: str) -> tuple[StackConfig, list[TierOptions]]:
-    """Return the stack and the chosen tiers, for a command that concerns secondary tiers alone.
-
-    Args:
-        stack: path of the stack file.
-        names: names given by ``--tier``.
-        cpu_tier: what the user of a stack without secondary tiers can do instead, as the end of a sentence.
-
-    Raises:
-        ConfigError: the stack is invalid, or has no tier of that name.
-        TieringError: the stack has no secondary tier.
-    """
-    config, chosen = chosen_tiers(stack, names)
-    if not chosen:
-        raise TieringError(f"{stack} has only the CPU tier: {cpu_tier}")
-    return config, chosen
-
-
-def admin_of(options: TierOptions, replica: str | None) -> TierAdmin:
-    """Return the administration of a tier.
-
-    Raises:
-        ConfigError: the tier cannot be administered with these options on this machine.
-    """
-    return tier_definition(options.type).admin(options, replica)

@@ -11,18 +11,8 @@ from tiering.admin.records import Collected, Limits
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.units import format_bytes
 from tiering.cli.output import print_json
-from tiering.cli.parameters import (
-    DURATION,
-    SIZE,
-    change_options,
-    json_option,
-    namespace_options,
-    secondary_tiers,
-    stack_argument,
-    tier_options,
-)
-from tiering.cli.tiers import choose_namespaces, for_each_tier, note, unchanged
-from tiering.secondary.options import TierOptions
+from tiering.cli.parameters import DURATION, SIZE, change_options, json_option, namespace_options
+from tiering.cli.tiers import ChosenTiers, choose_namespaces, chosen_tiers, note, unchanged
 
 _CPU_TIER = "its blocks end with the engine, so there is nothing to remove"
 
@@ -31,7 +21,6 @@ Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
 
 
 @click.command()
-@stack_argument
 @click.option("--older-than", type=DURATION, metavar="DURATION", help="Remove blocks above this age.")
 @click.option(
     "--max-total",
@@ -48,17 +37,15 @@ Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
     help="Keep younger blocks and leases of abandoned epochs.",
 )
 @change_options
-@tier_options
+@chosen_tiers(_CPU_TIER)
 @json_option
 def gc(
-    stack: str,
+    chosen: ChosenTiers,
     older_than: float | None,
     max_total: int | None,
     grace: float,
     yes: bool,
     dry_run: bool,
-    tiers: tuple[str, ...],
-    replica: str | None,
     as_json: bool,
 ) -> int:
     """Remove blocks that no engine serves any more from the tiers of STACK.
@@ -80,29 +67,25 @@ def gc(
       kv-tiering gc stack.yaml --tier s3 --older-than 30d --yes
       kv-tiering gc stack.yaml --tier s3 --max-total 10TB --yes
     """
-    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     limits = Limits(abandoned=True, older_than=older_than, max_total=max_total, grace=grace)
 
     async def remove(admin: TierAdmin, dry_run: bool) -> Collected:
         return await admin.collect(limits, dry_run=dry_run)
 
-    return _run(chosen, replica, remove, yes=yes, dry_run=dry_run, as_json=as_json)
+    return _run(chosen, remove, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
 @click.command()
-@stack_argument
 @namespace_options("Clear all namespaces, and abandoned epochs.")
 @change_options
-@tier_options
+@chosen_tiers(_CPU_TIER)
 @json_option
 def clear(
-    stack: str,
+    chosen: ChosenTiers,
     namespace: str | None,
     everything: bool,
     yes: bool,
     dry_run: bool,
-    tiers: tuple[str, ...],
-    replica: str | None,
     as_json: bool,
 ) -> int:
     """Remove all blocks of a namespace from the tiers of STACK.
@@ -119,7 +102,6 @@ def clear(
       kv-tiering clear stack.yaml --tier s3 --namespace 5f0c2d1e --dry-run
       kv-tiering clear stack.yaml --all --yes
     """
-    _, chosen = secondary_tiers(stack, tiers, _CPU_TIER)
     if (namespace is None) != everything:
         raise click.UsageError("give either --namespace or --all")
 
@@ -138,12 +120,10 @@ def clear(
             sum(one.removed_bytes for one in done),
         )
 
-    return _run(chosen, replica, remove, yes=yes, dry_run=dry_run, as_json=as_json)
+    return _run(chosen, remove, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
-def _run(
-    chosen: list[TierOptions], replica: str | None, remove: Removal, *, yes: bool, dry_run: bool, as_json: bool
-) -> int:
+def _run(chosen: ChosenTiers, remove: Removal, *, yes: bool, dry_run: bool, as_json: bool) -> int:
     """Count first, unless the user has agreed already; then ask, and remove."""
     if yes and dry_run:
         raise click.UsageError("give either --yes or --dry-run")
@@ -165,10 +145,10 @@ def _run(
             raise
 
     if yes:
-        results, code = for_each_tier(chosen, replica, really)
+        results, code = chosen.for_each(really)
         _print(results, incomplete, removed=True, as_json=as_json)
         return code
-    results, code = for_each_tier(chosen, replica, lambda admin: remove(admin, True))
+    results, code = chosen.for_each(lambda admin: remove(admin, True))
     _print(results, incomplete, removed=False, as_json=as_json)
     going = {tier for tier, found in results.items() if found.removed_blocks or found.removed_bytes}
     if not going:
@@ -176,8 +156,8 @@ def _run(
     stop = unchanged("Remove them?", yes=False, dry_run=dry_run or as_json)
     if stop is not None:
         return code or stop
-    again = [options for options in chosen if options.tier_name in going]
-    results, failed = for_each_tier(again, replica, really)
+    again = [options for options in chosen.tiers if options.tier_name in going]
+    results, failed = chosen.for_each(really, again)
     _print(results, incomplete, removed=True, as_json=False)
     return code or failed
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import string
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import click
 
 from tiering.admin.records import KnownNamespace, UnsupportedError
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.masking import mask_text
-from tiering.cli.parameters import admin_of
+from tiering.cli.parameters import Command, stack_argument
+from tiering.cli.transfer_config import stack_at
+from tiering.config.registry import tier_definition
+from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TieringError
 from tiering.secondary.options import TierOptions
 
@@ -24,55 +29,106 @@ LEAST_PREFIX = 4
 """Hex digits that the beginning of a namespace must have at least."""
 
 
-def for_each_tier(
-    chosen: Sequence[TierOptions], replica: str | None, work: Callable[[TierAdmin], Awaitable[Any]]
-) -> tuple[dict[str, Any], int]:
-    """Run ``work`` on the administration of each tier, open.
+@dataclass(frozen=True, slots=True)
+class ChosenTiers:
+    """The tiers behind the CPU tier that a command works on."""
+
+    path: str
+    """The stack file, as the user has named it."""
+    config: StackConfig
+    """The whole stack."""
+    tiers: Sequence[TierOptions]
+    """Options of the chosen tiers, in the order of the stack."""
+    replica: str | None
+    """Name of the data-parallel replica, or None."""
+    are_named: bool
+    """True if ``--tier`` has chosen them; False: they are all those of the stack."""
+
+    def admin(self, options: TierOptions) -> TierAdmin:
+        """Return the administration of a tier.
+
+        Raises:
+            ConfigError: the tier cannot be administered with these options on this machine.
+        """
+        return tier_definition(options.type).admin(options, self.replica)
+
+    def for_each(
+        self, work: Callable[[TierAdmin], Awaitable[Any]], some: Sequence[TierOptions] | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """Run ``work`` on the administration of each tier, open.
+
+        Args:
+            work: the work on one tier.
+            some: options of the tiers; default: all chosen ones.
+
+        Returns:
+            The results by name of the tier, and the exit code. Tiers that failed have no result and make the code 1.
+            Tiers that do not support the work have none either, and make the code 1 if no tier does.
+        """
+        results: dict[str, Any] = {}
+        failed, unsupported = False, 0
+        tiers = self.tiers if some is None else some
+
+        async def run(admin: TierAdmin) -> Any:
+            return await work(admin)
+
+        for options in tiers:
+            try:
+                with self.admin(options) as admin:
+                    results[options.tier_name] = asyncio.run(run(admin))
+            except UnsupportedError as error:
+                unsupported += 1
+                note(options.tier_name, str(error))
+            except ConfigError:
+                raise
+            except TieringError as error:
+                failed = True
+                note(options.tier_name, str(error))
+        return results, int(failed or (unsupported == len(tiers) > 0))
+
+    def conflicts(self, options: TierOptions) -> list[str]:
+        """Return why an engine cannot use a tier beside tiers before it in the stack; empty if it can."""
+        reasons: list[str] = []
+        every = self.config.secondary
+        for other in every[: every.index(options)]:
+            # A custom tier may raise anything. The work on a tier that cannot be administered tells why.
+            with contextlib.suppress(Exception):
+                reasons += filter(None, [self.admin(options).conflict(self.admin(other))])
+        return reasons
+
+
+def chosen_tiers(cpu_tier: str | None = None) -> Callable[[Command], Command]:
+    """Add STACK, ``--tier`` and ``--replica`` to a command, whose argument ``chosen`` are the tiers of these words.
+
+    A stack that is invalid, or that lacks a tier of a given name, is refused.
 
     Args:
-        chosen: options of the tiers.
-        replica: name of the data-parallel replica, or None.
-        work: the work on one tier.
-
-    Returns:
-        The results by name of the tier, and the exit code. Tiers that failed have no result and make the code 1.
-        Tiers that do not support the work have none either, and make the code 1 if no tier does.
+        cpu_tier: what the user of a stack without secondary tiers can do instead, as the end of a sentence; default:
+            the command needs no such tier.
     """
-    results: dict[str, Any] = {}
-    failed, unsupported = False, 0
 
-    async def run(admin: TierAdmin) -> Any:
-        return await work(admin)
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def choose(*, stack: str, tiers: Sequence[str], replica: str | None, **words: Any) -> Any:
+            config = stack_at(stack)
+            known = [options.tier_name for options in config.secondary]
+            for name in tiers:
+                if name not in known:
+                    raise ConfigError(
+                        f"--tier: the stack has no tier {name!r}; it has {', '.join(known) or 'no tiers'}"
+                    )
+            chosen = [options for options in config.secondary if not tiers or options.tier_name in tiers]
+            if cpu_tier is not None and not chosen:
+                raise TieringError(f"{stack} has only the CPU tier: {cpu_tier}")
+            return command(chosen=ChosenTiers(stack, config, chosen, replica, bool(tiers)), **words)
 
-    for options in chosen:
-        try:
-            with admin_of(options, replica) as admin:
-                results[options.tier_name] = asyncio.run(run(admin))
-        except UnsupportedError as error:
-            unsupported += 1
-            note(options.tier_name, str(error))
-        except ConfigError:
-            raise
-        except TieringError as error:
-            failed = True
-            note(options.tier_name, str(error))
-    return results, int(failed or (unsupported == len(chosen) > 0))
+        replica = click.option("--replica", metavar="NAME", help="Data-parallel replica whose directory is meant.")
+        tier = click.option(
+            "--tier", "tiers", multiple=True, metavar="NAME", help="Only this tier of the stack; may be given again."
+        )
+        return cast("Command", stack_argument(tier(replica(choose))))
 
-
-def conflicts_with_earlier(options: TierOptions, every: Sequence[TierOptions], replica: str | None) -> list[str]:
-    """Return why an engine cannot use a tier beside tiers before it in the stack; empty if it can.
-
-    Args:
-        options: options of the tier.
-        every: options of all secondary tiers of the stack, in its order.
-        replica: name of the data-parallel replica, or None.
-    """
-    reasons: list[str] = []
-    for other in every[: list(every).index(options)]:
-        # A custom tier may raise anything. The work on a tier that cannot be administered tells why.
-        with contextlib.suppress(Exception):
-            reasons += filter(None, [admin_of(options, replica).conflict(admin_of(other, replica))])
-    return reasons
+    return decorate
 
 
 def note(tier: str, text: str) -> None:
