@@ -31,7 +31,8 @@ from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.runtime.news import News
 from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.chaos import ChaosLayer, ChaosPlan, Fault
-from tiers.local import LocalOptions, LocalTier
+from tiers.local.local_options import LocalOptions
+from tiers.local.tier import LocalTier
 from tiers.memory import MemoryOptions, MemoryStore
 
 BLOCK_BYTES = 512 << 10

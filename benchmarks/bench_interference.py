@@ -41,7 +41,8 @@ from tiering.api.keys import OffloadKey
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.secondary.contract import TierContext, TransferJob
-from tiers.local import LocalOptions, LocalTier
+from tiers.local.local_options import LocalOptions
+from tiers.local.tier import LocalTier
 
 BLOCK_BYTES = 2 << 20
 JOB_BLOCKS = 16

@@ -28,8 +28,9 @@ from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.medium.host import IoHost
 from tiering.secondary.contract import TierContext, TransferJob
-from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
+from tiers.local.local_options import LocalOptions
+from tiers.local.tier import LocalTier
 
 THREADS = (4, 8)
 DEPTHS: tuple[Literal["auto"] | int, ...] = ("auto", 4, 8, 16)

@@ -26,7 +26,8 @@ from tiering.cli.driver import TierDriver
 from tiering.config.stack_file import StackConfig
 from tiering.medium.files import Files
 from tiering.testing.tier_tests import K
-from tiers.local import LocalOptions, probes
+from tiers.local import probes
+from tiers.local.local_options import LocalOptions
 from tiers.memory import MEMORY_TIER
 from tiers.object.s3.settings import clock_skew
 

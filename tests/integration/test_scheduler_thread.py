@@ -24,8 +24,9 @@ from tiering.manager.manager import TieringOffloadingManager
 from tiering.medium.host import IoHost
 from tiering.medium.side import IoTask
 from tiering.testing.clock import until
-from tiers.local import LocalTier, new_segments
+from tiers.local import new_segments
 from tiers.local import tier as local_tier
+from tiers.local.tier import LocalTier
 from tiers.object.definition import ObjectTier
 
 PROMPTS = [prompt(seed, 77, shared=16) for seed in range(6)]

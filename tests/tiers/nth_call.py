@@ -38,7 +38,8 @@ from tiering.testing.clock import SettableClock
 from tiering.testing.frames import random_bytes
 from tiering.testing.tier_rig import REQUEST, TierRig
 from tiering.testing.tier_tests import K
-from tiers.local import LOCAL_TIER, LocalTier
+from tiers.local import LOCAL_TIER
+from tiers.local.tier import LocalTier
 from tiers.memory import MEMORY_TIER, MemoryStore, drop_medium
 from tiers.object import S3_TIER
 from tiers.valkey import VALKEY_TIER

@@ -18,25 +18,9 @@ import logging
 import os
 from pathlib import Path
 
-from tiering.tier import Files, TierAdmin, TierContext, TierDefinition
-from tiers.local.checkpoint import Checkpoint, CheckpointWriter, read_checkpoint
-from tiers.local.layout import SegmentGeometry, tier_directory
+from tiering.tier import TierAdmin, TierContext, TierDefinition
 from tiers.local.local_options import LocalOptions
-from tiers.local.store import LocalStore
 from tiers.local.tier import LocalTier
-
-__all__ = [
-    "LOCAL_TIER",
-    "Checkpoint",
-    "CheckpointWriter",
-    "Files",
-    "LocalOptions",
-    "LocalStore",
-    "LocalTier",
-    "SegmentGeometry",
-    "read_checkpoint",
-    "tier_directory",
-]
 
 logger = logging.getLogger("kv_tiering.local")
 

@@ -11,8 +11,9 @@ from tiering.api.keys import OffloadKey
 from tiering.medium.files import Files
 from tiering.secondary.contract import TierContext
 from tiering.testing.tier_rig import PATIENCE_SECONDS, TierRig
-from tiers.local import LocalOptions, LocalTier
 from tiers.local.layout import PAGE
+from tiers.local.local_options import LocalOptions
+from tiers.local.tier import LocalTier
 
 BLOCK_BYTES = 8 << 10
 SLOT_BYTES = BLOCK_BYTES + PAGE

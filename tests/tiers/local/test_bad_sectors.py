@@ -15,9 +15,10 @@ from tests.tiers.local.rig import LocalRig, opened
 from tiering.api.keys import OffloadKey
 from tiering.errors import TemporaryStoreError
 from tiering.testing.keys import key_of
-from tiers.local import LocalStore, bad_slots
+from tiers.local import bad_slots
 from tiers.local.bad_slots import decode, encode
 from tiers.local.layout import PAGE
+from tiers.local.store import LocalStore
 
 K = [key_of(number) for number in range(64)]
 FAST = {"breaker": {"probe_after": "10ms", "probe_max": "20ms"}}

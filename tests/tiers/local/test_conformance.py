@@ -16,8 +16,10 @@ from tiering.medium.frame import MAGIC
 from tiering.secondary.contract import TierContext
 from tiering.testing.store_tests import BlockStoreTests
 from tiering.testing.tier_tests import TierTests
-from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
-from tiers.local.layout import PAGE
+from tiers.local.layout import PAGE, SegmentGeometry
+from tiers.local.local_options import LocalOptions
+from tiers.local.store import LocalStore
+from tiers.local.tier import LocalTier
 
 CAPACITY = 16 << 20
 BLOCK_BYTES = 64 << 10

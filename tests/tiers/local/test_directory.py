@@ -18,12 +18,13 @@ from tests.tiers.local.rig import LocalRig, opened, segment_files
 from tiering.errors import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.medium.files import Files
 from tiering.testing.keys import key_of
-from tiers.local import LocalStore, SegmentGeometry, new_segments, read_checkpoint
+from tiers.local import new_segments
 from tiers.local import tier as local_tier
-from tiers.local.checkpoint import CHECKPOINT_NAME
-from tiers.local.layout import used_bytes
+from tiers.local.checkpoint import CHECKPOINT_NAME, read_checkpoint
+from tiers.local.layout import SegmentGeometry, used_bytes
 from tiers.local.lock import LOCK_NAME, DirectoryLock
 from tiers.local.new_segments import SegmentPace
+from tiers.local.store import LocalStore
 
 K = [key_of(number) for number in range(64)]
 CAPACITY = 2 << 20

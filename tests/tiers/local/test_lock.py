@@ -15,7 +15,8 @@ import pytest
 from tests.tiers.local.rig import LocalRig, make_options, opened
 from tiering.errors import ConfigError, PermanentStoreError
 from tiering.testing.keys import key_of
-from tiers.local import LOCAL_TIER, tier_directory
+from tiers.local import LOCAL_TIER
+from tiers.local.layout import tier_directory
 from tiers.local.lock import LOCK_NAME, DirectoryLock
 
 K = [key_of(number) for number in range(4)]

@@ -26,11 +26,13 @@ from tiering.medium.block_store import BlockIO, Done
 from tiering.medium.files import Files
 from tiering.testing.frames import block_to_get, block_to_put, frame_bytes
 from tiering.testing.tier_rig import TierRig
-from tiers.local import LocalOptions, LocalStore, LocalTier, SegmentGeometry
 from tiers.local.checkpoint import WrittenMarks
-from tiers.local.layout import MAX_SEGMENTS, PAGE, used_bytes, used_bytes_of_few
+from tiers.local.layout import MAX_SEGMENTS, PAGE, SegmentGeometry, used_bytes, used_bytes_of_few
+from tiers.local.local_options import LocalOptions
 from tiers.local.new_segments import SegmentPace
 from tiers.local.segments import Segments
+from tiers.local.store import LocalStore
+from tiers.local.tier import LocalTier
 
 BLOCK_BYTES = 16 << 10
 CAPACITY = 2 << 20
@@ -352,6 +354,7 @@ def test_a_smaller_capacity_gives_segments_back(tmp_path: Path) -> None:
     big.close()
     small = LocalStore(tmp_path, SegmentGeometry.plan(2 << 20, BLOCK_BYTES, 256 << 10), 2 << 20)
     small.open()
+    small.tidy()
     assert used_bytes(tmp_path) <= 2 << 20
     assert small.remembered.segments
     small.close()

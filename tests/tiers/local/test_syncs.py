@@ -15,10 +15,11 @@ from tiering.errors import DeviceError, OutOfSpaceError
 from tiering.medium.block_store import Done, Outcome
 from tiering.testing.frames import block_to_put
 from tiering.testing.keys import key_of
-from tiers.local import LocalStore, SegmentGeometry, bad_slots
+from tiers.local import bad_slots
 from tiers.local import segments as segments_module
-from tiers.local.layout import PAGE
+from tiers.local.layout import PAGE, SegmentGeometry
 from tiers.local.segments import SyncLedger
+from tiers.local.store import LocalStore
 
 GEOMETRY = SegmentGeometry.plan(1 << 20, BLOCK_BYTES, 1 << 20)
 WRITERS = 20

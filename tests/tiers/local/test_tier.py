@@ -22,8 +22,9 @@ from tiering.secondary.contract import TierContext
 from tiering.testing.clock import SettableClock
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import make_namespace
-from tiers.local import LOCAL_TIER, LocalTier, growth, new_segments
+from tiers.local import LOCAL_TIER, growth, new_segments
 from tiers.local.layout import used_bytes
+from tiers.local.tier import LocalTier
 
 K = [key_of(number) for number in range(64)]
 

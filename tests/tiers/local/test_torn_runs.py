@@ -15,8 +15,8 @@ from tiering.medium.layers.breaker import Breakers
 from tiering.medium.pipeline import Pipeline
 from tiering.secondary.options import BreakerOptions
 from tiering.testing.clock import FakeClock
-from tiers.local import LocalStore, SegmentGeometry
-from tiers.local.layout import PAGE
+from tiers.local.layout import PAGE, SegmentGeometry
+from tiers.local.store import LocalStore
 
 BLOCK_BYTES = 2 * PAGE
 SLOT_PAGES = BLOCK_BYTES // PAGE + 1
