@@ -88,23 +88,26 @@ class SegmentPace:
         self._hurry.set()
 
 
-class Room:
-    """The room for segments in one directory.
+class NewSegments:
+    """Creates the segments of one directory, and makes room for them there.
 
-    Methods raise :class:`OSError`.
+    Methods without an error of their own raise :class:`OSError`.
 
     Args:
-        segments: the segments in use.
+        segments: the segments in use; new ones are added to them.
         capacity: bytes of everything in the directory.
+        marks: the marks of written segments.
     """
 
-    def __init__(self, segments: Segments, capacity: int) -> None:
+    def __init__(self, segments: Segments, capacity: int, marks: WrittenMarks) -> None:
         self.capacity = capacity
-        self._directory = segments.directory
-        self._geometry = segments.geometry
-        self._files = segments.files
         self.segments = segments
+        self.marks = marks
+        self._directory, self._geometry, self._files = segments.directory, segments.geometry, segments.files
         self._lock = threading.Lock()
+        self._unreserved = False
+
+    # ------------------------------------------------------------------------------------------------------------- room
 
     def strangers(self) -> list[Path]:
         """Return the files with names of segments that are not in use, such as those of another block size.
@@ -131,15 +134,6 @@ class Room:
         with self._lock:
             excess = used_bytes(self._directory) + needed - self.capacity
             return self.delete_strangers(excess) if delete else excess <= 0
-
-    def trim(self) -> None:
-        """Delete strangers until the segments alone are within the capacity.
-
-        Other files are not counted, because there may be very many.
-        """
-        used = len(self.segments.existing()) * self._geometry.segment_bytes
-        used += sum(self._files.status(stranger).st_blocks * 512 for stranger in self.strangers())
-        self.delete_strangers(used - self.capacity)
 
     def delete_strangers(self, excess: int) -> bool:
         """Delete strangers of at least ``excess`` bytes. Return False if there are too few."""
@@ -218,20 +212,7 @@ class Room:
             if entry.name.endswith(FRESH) and not entry.is_dir(follow_symlinks=False):
                 self._files.unlink(Path(entry.path))
 
-
-class NewSegments(Room):
-    """Creates the segments of one directory, in the room that is there or that is made.
-
-    Args:
-        segments: the segments in use; new ones are added to them.
-        capacity: bytes of everything in the directory.
-        marks: the marks of written segments.
-    """
-
-    def __init__(self, segments: Segments, capacity: int, marks: WrittenMarks) -> None:
-        super().__init__(segments, capacity)
-        self.marks = marks
-        self._unreserved = False
+    # ---------------------------------------------------------------------------------------------------- new segments
 
     def add(self, pace: SegmentPace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
         """Create one more segment and return its number; None if the capacity is used up.
@@ -280,15 +261,11 @@ class NewSegments(Room):
         counted: int | None = None
         for _ in range(min(self._geometry.max_segments, max(1, FIRST_BYTES // segment_bytes), FIRST_SEGMENTS)):
             if created:
-                if pace.dropped:
-                    break
                 if counted is None:
                     counted = used_bytes_of_few(self._directory, COUNTED_AT_ONCE)
                 else:
                     counted += segment_bytes
-                if counted is None:
-                    break
-                if counted + segment_bytes > capacity:
+                if pace.dropped or counted is None or counted + segment_bytes > capacity:
                     break
             number = self._next_number(())
             if number is None:

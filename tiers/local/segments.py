@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from tiering import DeviceError
 from tiering.tier import Files
@@ -118,16 +117,8 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 """A read or write at an offset: descriptor, buffers, offset in bytes; returns the bytes moved."""
 
 
-class Read(NamedTuple):
-    """Read of neighbouring slots."""
-
-    segment: int
-    offset: int
-    """Offset in the segment, in bytes."""
-    buffers: Sequence[memoryview]
-    """Memory to fill, whole pages."""
-    length: int
-    """Bytes of all buffers."""
+Read = tuple[int, int, Sequence[memoryview], int]
+"""Read of neighbouring slots: segment, offset there in bytes, memory to fill (whole pages), bytes of all of it."""
 
 
 class Segments:

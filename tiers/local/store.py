@@ -180,7 +180,6 @@ class LocalStore(BatchStore):
         parts = self._parts = NewSegments(segments, self.capacity, WrittenMarks(segments, durable=self.durable))
         if not read_only:
             parts.remove_leftovers()
-            parts.trim()
             if strangers := parts.strangers():
                 logger.info(
                     "%s has %d segment(s) of another shape (block size, segment_size); they stay until their room is "
@@ -308,7 +307,7 @@ class LocalStore(BatchStore):
         reads: list[Read] = []
         for run in runs:
             buffers = _buffers(blocks, run)
-            reads.append(Read(*self.geometry.locate(_slot(blocks[run[0]])), buffers, sum(map(len, buffers))))
+            reads.append((*self.geometry.locate(_slot(blocks[run[0]])), buffers, sum(map(len, buffers))))
         try:
             results = self.segments.read_each(reads)
         except StoreError as error:
