@@ -93,15 +93,6 @@ def test_no_wait_begins_that_would_end_after_the_deadline() -> None:
     assert 1 < store.injected[Fault.TEMPORARY] < 10
 
 
-def test_each_block_has_its_own_deadline() -> None:
-    clock = FakeClock()
-    busy = TemporaryStoreError("busy")
-    store = Scripted([busy, busy], [Done.DONE])
-    blocks = make_blocks(2)
-    blocks[0].deadline = clock() + 0.01
-    assert retrying(store, clock, backoff=0.1).put(blocks) == [busy, Done.DONE]
-
-
 def test_nothing_is_sent_again_once_the_tier_stops() -> None:
     clock = FakeClock()
     store = ChaosLayer(DictStore())

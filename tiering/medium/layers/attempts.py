@@ -85,7 +85,7 @@ class MeterLayer(StoreLayer):
 
 
 class DeadlineLayer(StoreLayer):
-    """Returns :class:`OverdueError` for overdue blocks, and passes the others on.
+    """Returns :class:`OverdueError` once the deadline of the blocks has passed, and passes them on before.
 
     A medium that moves one block after the other receives blocks one by one, so that the clock is read between them.
     Attempts that have begun are not interrupted: their row is in use until they end.
@@ -99,23 +99,17 @@ class DeadlineLayer(StoreLayer):
     def around(self, attempt: Attempt, blocks: Sequence[BlockIO], *, load: bool) -> list[Outcome]:
         if self._one_by_one and len(blocks) > 1:
             return [self.around(attempt, (block,), load=load)[0] for block in blocks]
-        now = self._clock()
-        live = [block for block in blocks if block.deadline > now]
-        if len(live) == len(blocks):
-            return attempt(blocks)
-        done = iter(attempt(live)) if live else iter(())
-        return [
-            next(done) if block.deadline > now else OverdueError("the deadline passed before an attempt")
-            for block in blocks
-        ]
+        if blocks and blocks[0].deadline <= self._clock():
+            return [OverdueError("the deadline passed before an attempt")] * len(blocks)
+        return attempt(blocks)
 
 
 class RetryLayer(StoreLayer):
     """Retries those blocks of a batch that failed with a temporary error, with the same frame and buffers.
 
     An attempt starts when the previous one has returned, so that no two attempts write one row. Wait n is between half
-    and all of ``backoff`` · 2ⁿ, at most ``backoff_max``. A block is not retried if the wait would end after its
-    deadline, or once ``stopping`` returns True. Its outcome is then the last error.
+    and all of ``backoff`` · 2ⁿ, at most ``backoff_max``. Nothing is retried if the wait would end after the blocks'
+    deadline, or once ``stopping`` returns True. The outcome is then the last error.
 
     Args:
         inner: the store to call.
@@ -156,9 +150,7 @@ class RetryLayer(StoreLayer):
                 break
             longest = min(self._options.backoff * 2.0**retry, self._options.backoff_max)
             wait = longest * self._rng.uniform(0.5, 1.0)
-            end = self._clock() + wait
-            failed = [at for at in failed if blocks[at].deadline > end]
-            if not failed:
+            if blocks[0].deadline <= self._clock() + wait:
                 break
             self._sleep(wait)
             if self._stopping():
