@@ -103,8 +103,8 @@ class AzureCloud(EnvironmentCloud):
             raise TypeError(f"{options!r} has no storage account")
         super().__init__(options)
 
-    def connect(self) -> AzureStore:
-        bucket, words = self.options.bucket, client_options(self.options)
+    def connect(self, headers: Mapping[str, str] | None = None) -> AzureStore:
+        bucket, words = self.options.bucket, client_options(self.options, headers)
         config: AzureConfig = {}
         if self.options.account_name is not None:
             config["account_name"] = self.options.account_name
@@ -117,7 +117,7 @@ class AzureCloud(EnvironmentCloud):
         address = f"{endpoint}/{self.options.bucket}?{self._signature(name)}"
         return HTTPStore.from_url(
             address,
-            client_options=client_options(self.options, {"if-match": version}),
+            client_options=client_options(self.options, {self.condition: version}),
             retry_config=NO_RETRIES,
         )
 

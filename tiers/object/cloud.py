@@ -54,6 +54,8 @@ class Cloud(ABC):
     """Maximum number of names in one call of a deletion; default 1,000."""
     per_request: int = 1000
     """Maximum number of objects that one request deletes; default 1,000."""
+    condition: ClassVar[str] = "if-match"
+    """Header with the version that a request is for; default "if-match"."""
 
     def __init__(self, options: BucketOptions) -> None:
         self.options = options
@@ -69,14 +71,16 @@ class Cloud(ABC):
         """
 
     @abstractmethod
-    def connect(self) -> Client:
+    def connect(self, headers: Mapping[str, str] | None = None) -> Client:
         """Return a new client, with connections of its own.
+
+        Args:
+            headers: headers of every request; default: none.
 
         Raises:
             PermanentStoreError: the options or the environment do not make a client.
         """
 
-    @abstractmethod
     def deleter(self, name: str, version: str) -> Client:
         """Return a new client whose deletion of ``name`` has the condition that the object is this version.
 
@@ -84,6 +88,7 @@ class Cloud(ABC):
             PermanentStoreError: there can be no such client.
             Exception: one of :data:`tiers.object.faults.STORE_FAILURES`, as obstore raised it.
         """
+        return self.connect({self.condition: version})
 
     def version(self, meta: ObjectMeta) -> str:
         """Return the text that names one version of an object, by default the ETag; empty if there is none."""

@@ -27,10 +27,9 @@ from tiering.tier import (
     parse_place,
 )
 from tiers.coordination.probes import probe_coordination
-from tiers.object.bucket_options import BLOCKS, DOCUMENTS, SUSPECTS, BucketOptions, without_ttl
+from tiers.object.bucket_options import BLOCKS, SUSPECTS, BucketOptions, without_ttl
 from tiers.object.clouds import make_cloud
 from tiers.object.collection_lease import CollectionLease
-from tiers.object.faults import STORE_FAILURES
 from tiers.object.identity import probe_identity
 from tiers.object.permissions import probe_bucket
 from tiers.object.store import ObjectStore
@@ -59,9 +58,8 @@ class ObjectAdmin(SharedAdmin):
     def __init__(self, options: BucketOptions) -> None:
         cloud = make_cloud(options)
         super().__init__(options, ObjectStore(without_ttl(options), cloud))
-        self._translate = cloud.dialect.translate
+        self._translated = cloud.dialect.translated
         self._blocks = f"{self.options.prefix}{BLOCKS}"
-        self._documents = f"{self.options.prefix}{DOCUMENTS}"
         self._lease = CollectionLease(self._store, self.place)
 
     # ----------------------------------------------------------------------------------------------------------- probes
@@ -100,11 +98,9 @@ class ObjectAdmin(SharedAdmin):
 
     def _remove_all(self) -> None:
         client = self._store.requests.client
-        try:
+        with self._translated(f"list {self.options.prefix}"):
             for objects in obstore.list(client, self.options.prefix.rstrip("/"), chunk_size=_CHUNK):
                 self._store.delete_objects([item["path"] for item in objects])
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"list {self.options.prefix}") from error
 
     # --------------------------------------------------------------------------------------------------------- contents
 
@@ -175,16 +171,14 @@ class ObjectAdmin(SharedAdmin):
 
     async def _subfolders(self, folder: str) -> list[str]:
         """Return the folders in a folder, or the folder itself if it holds objects too."""
-        try:
+        with self._translated(f"list {folder}"):
             found = await obstore.list_with_delimiter_async(self._store.requests.client, folder.rstrip("/"))
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"list {folder}") from error
         return [folder] if found["objects"] else [f"{name}/" for name in found["common_prefixes"]]
 
     async def _list(self, prefix: str, after: str = "") -> AsyncIterator[Sequence[ObjectMeta]]:
         """Yield the objects below ``prefix`` behind the place ``after``, up to 1,000 at a time."""
         offset = f"{self._blocks}{after}" if after else None
-        try:
+        with self._translated(f"list {prefix}"):
             async for items in obstore.list(
                 self._store.requests.client, prefix.rstrip("/"), offset=offset, chunk_size=_CHUNK
             ):
@@ -192,17 +186,12 @@ class ObjectAdmin(SharedAdmin):
                 found = items if offset is None else [item for item in items if item["path"] > offset]
                 if found:
                     yield found
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"list {prefix}") from error
 
     async def _get(self, name: str) -> memoryview | None:
-        try:
+        with self._translated(f"get {name}"), contextlib.suppress(FileNotFoundError):
             found = await obstore.get_async(self._store.requests.client, name)
             return memoryview(await found.bytes_async()).cast("B")
-        except FileNotFoundError:
-            return None
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"get {name}") from error
+        return None
 
     # ---------------------------------------------------------------------------------------------------------- changes
 

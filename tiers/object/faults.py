@@ -6,9 +6,10 @@ reset, time-out, truncated body) is the network's, hence temporary.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from obstore.exceptions import (
@@ -189,6 +190,14 @@ class Dialect:
         if fault.cause is Cause.PASSING:
             return TemporaryStoreError(text)
         return OutOfSpaceError(text) if fault.cause is Cause.SPACE else PermanentStoreError(text)
+
+    @contextlib.contextmanager
+    def translated(self, doing: str) -> Iterator[None]:
+        """Raise each exception of obstore in the context as the StoreError that :meth:`translate` returns for it."""
+        try:
+            yield
+        except STORE_FAILURES as error:
+            raise self.translate(error, doing) from error
 
     def is_present(self, error: AlreadyExistsError) -> bool:
         """Return True if ``error``, of a conditional put, means that the object is there.

@@ -65,20 +65,15 @@ class GcsCloud(EnvironmentCloud):
     machine = "gcloud's, or the service account of this machine"
     bulk = _BULK
     per_request = 1
+    condition = "x-goog-if-generation-match"
 
-    def connect(self) -> GCSStore:
-        return self._client({})
-
-    def deleter(self, name: str, version: str) -> GCSStore:
-        return self._client({"x-goog-if-generation-match": version})
+    def connect(self, headers: Mapping[str, str] | None = None) -> GCSStore:
+        config: GCSConfig = {} if self.options.endpoint is None else {"base_url": self.options.endpoint}
+        bucket, words = self.options.bucket, client_options(self.options, headers)
+        return self.make(lambda: GCSStore(bucket, config=config, client_options=words, retry_config=NO_RETRIES))
 
     def version(self, meta: ObjectMeta) -> str:
         return meta["version"] or ""
 
     def digest(self, meta: ObjectMeta) -> str | None:
         return md5_tag(meta)
-
-    def _client(self, headers: Mapping[str, str]) -> GCSStore:
-        config: GCSConfig = {} if self.options.endpoint is None else {"base_url": self.options.endpoint}
-        bucket, words = self.options.bucket, client_options(self.options, headers)
-        return self.make(lambda: GCSStore(bucket, config=config, client_options=words, retry_config=NO_RETRIES))

@@ -7,6 +7,7 @@ a reset readable again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -91,7 +92,7 @@ class ObjectStore(BlockStore):
         start_runtime()
         self._options = options
         self._cloud = make_cloud(options) if cloud is None else cloud
-        self._translate = self._cloud.dialect.translate
+        self._translate, self._translated = self._cloud.dialect.translate, self._cloud.dialect.translated
         self._blocks = f"{options.prefix}{BLOCKS}"
         self._documents = f"{options.prefix}{DOCUMENTS}"
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
@@ -120,12 +121,10 @@ class ObjectStore(BlockStore):
         self.close()
         self._cloud.prepare()
         client = self._cloud.connect()
-        try:
+        with self._translated(f"list {self._options.location}"):
             self.requests.count(Verb.LIST)
             for _ in obstore.list(client, self._blocks.rstrip("/"), offset=f"{self._blocks}{_LAST}", chunk_size=1):
                 break
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"list {self._options.location}") from error
         self.requests.use(client)
         self._probers = ThreadPool("object-probe", PROBE_THREADS)
         age = self._options.renewal_age
@@ -410,18 +409,16 @@ class ObjectStore(BlockStore):
 
     def _list(self, directory: str) -> Iterator[Sequence[ObjectMeta]]:
         """Yield the objects below ``directory``, up to 1,000 at a time."""
-        try:
+        with self._translated(f"list {directory}"):
             self.requests.count(Verb.LIST)
             for page, objects in enumerate(obstore.list(self.requests.client, directory, chunk_size=_LIST_CHUNK)):
                 if page:
                     self.requests.count(Verb.LIST)
                 yield objects
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"list {directory}") from error
 
     def _delete_version(self, name: str, version: str) -> bool:
-        send = self.requests.send
-        try:
+        send, gone = self.requests.send, (FileNotFoundError, PreconditionError, AlreadyExistsError)
+        with self._translated(f"delete {name}"), contextlib.suppress(*gone):
             if self._cloud.version(send(Verb.HEAD, lambda client: obstore.head(client, name))) != version:
                 return False
             conditional = self._cloud.deleter(name, version)
@@ -431,11 +428,8 @@ class ObjectStore(BlockStore):
                 if http_status(error) not in CONDITION_UNKNOWN:
                     raise
                 send(Verb.DELETE, lambda client: obstore.delete(client, [name]))
-        except (FileNotFoundError, PreconditionError, AlreadyExistsError):
-            return False
-        except STORE_FAILURES as error:
-            raise self._translate(error, f"delete {name}") from error
-        return True
+            return True
+        return False
 
     def _delete_batch(self, names: list[str]) -> None:
         try:

@@ -87,21 +87,14 @@ class S3Cloud(Cloud):
         self._credentials()
         check_token(self.options, self._credentials)
 
-    def connect(self) -> S3Store:
-        return self._client(None)
-
-    def deleter(self, name: str, version: str) -> S3Store:
-        return self._client(version)
-
-    def _client(self, if_match: str | None) -> S3Store:
-        """Return a new client, whose requests have the condition ``if_match`` (an ETag) unless that is None."""
+    def connect(self, headers: Mapping[str, str] | None = None) -> S3Store:
         options = self.options
         config: S3Config = {
             "region": options.region or self._credentials.region or DEFAULT_REGION,
             "unsigned_payload": True,
             "virtual_hosted_style_request": not options.uses_path_style,
             # obstore has no conditional deletion, and its bulk deletion has no condition per object.
-            "disable_bulk_delete": not options.bulk_delete or if_match is not None,
+            "disable_bulk_delete": not options.bulk_delete or headers is not None,
         }
         endpoint = options.endpoint
         if endpoint is not None:
@@ -116,7 +109,7 @@ class S3Cloud(Cloud):
         return S3Store(
             options.bucket,
             config=config,
-            client_options=client_options(options, None if if_match is None else {"if-match": if_match}),
+            client_options=client_options(options, headers),
             retry_config=NO_RETRIES,
             credential_provider=self._credentials,
         )
