@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.table.looks import listed_rows
 from tiering.errors import ConfigError
 from tiering.table import free_rows, key_rows
 from tiering.table.block_table import MAX_ROWS, BlockTable
@@ -183,7 +184,7 @@ class TableMachine(RuleBasedStateMachine):
         assert table.room == table.free + table.evictable
         free = np.flatnonzero(table.free_rows.mask(0, ROWS)).tolist()
         assert len(free) == table.free
-        assert sorted(table.free_rows.listed.tolist()) == [row for row in free if row < table.free_rows.swept]
+        assert sorted(listed_rows(table)) == [row for row in free if row < table.free_rows.swept]
 
     @invariant()
     def references_are_those_of_the_readers_and_writers(self) -> None:

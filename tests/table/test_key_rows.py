@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.table.looks import listed_rows
 from tests.thread_limit import ThreadLimit
 from tiering.api.manager import OffloadingEvent
 from tiering.index.slots import SlotIndex
@@ -76,7 +77,7 @@ def test_a_cleared_table_gives_its_dictionaries_away_as_they_are() -> None:
     assert [id(part) for part in tables] == before
     assert sorted(key for part in tables for key in part) == sorted(ALL)
     assert (len(table.readable), table.quarantined, table.free) == (0, 3, table.num_rows - 3)
-    assert not len(table.free_rows.listed), "no free row is looked for before it is needed"
+    assert not listed_rows(table), "no free row is looked for before it is needed"
     again = table.allocate(ALL)
     assert again is not None
     assert again[0].tolist() == list(range(3, 43))

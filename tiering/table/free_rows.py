@@ -63,13 +63,6 @@ class FreeRows:
         """Number of free rows."""
         return self._listed - len(self._withdrawn) + self._unswept
 
-    @property
-    def listed(self) -> Rows:
-        """The free rows in the list, the first to be reserved last."""
-        entries = self._rows[: self._listed]
-        rows: Rows = entries[self._refs[entries] == FREE].astype(np.int64)
-        return rows
-
     def mask(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return a mask of the rows [start, stop) that are free."""
         refs = self._refs[start:stop]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.table.looks import listed_rows
 from tests.tiers.local.rig import LocalRig
 from tests.tiers.local.vandal import Vandal
 from tiering.api.keys import OffloadKey
@@ -24,7 +25,7 @@ def assert_consistent(index: SlotIndex, note: str) -> None:
     table = index._table
     free = np.flatnonzero(table.free_rows.mask(0, table.num_rows)).tolist()
     assert len(free) == table.free, note
-    assert sorted(table.free_rows.listed.tolist()) == [row for row in free if row < table.free_rows.swept], note
+    assert sorted(listed_rows(table)) == [row for row in free if row < table.free_rows.swept], note
     held, written = list(table.readable.values()), list(table.pending.values())
     quarantined = list(table._quarantined)
     foreign = np.flatnonzero(index.states.is_foreign).tolist()

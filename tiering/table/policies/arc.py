@@ -86,14 +86,6 @@ class ARCEvictionPolicy(EvictionPolicy):
         self._t1.release(rows)
         self._t2.release(rows)
 
-    def order(self) -> Rows:
-        """Return the rows of T2, then the rows of T1, each from most to least recent."""
-        parts = []
-        for log in (self._t2, self._t1):
-            rows, stamps = log.live()
-            parts.append(rows[np.argsort(-stamps)])
-        return np.concatenate(parts)
-
     def clear(self) -> None:
         DISPOSAL.add_array(self._in_t2)
         self._in_t2 = row_array(self.num_rows, np.bool_)

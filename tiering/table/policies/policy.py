@@ -82,12 +82,5 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
-    def order(self) -> Rows:
-        """Return all known rows, pinned ones included, most valuable first.
-
-        For checkpoints and tests; may be slow.
-        """
-
-    @abstractmethod
     def clear(self) -> None:
         """Forget all rows and ghosts. The cost must not depend on their numbers."""

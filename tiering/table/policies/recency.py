@@ -197,18 +197,6 @@ class RecencyLog:
             self._unpark(rows)
         self.size -= len(rows)
 
-    def live(self) -> tuple[Rows, Stamps]:
-        """Return all rows of the list with their stamps, in no particular order."""
-        stamps = self._clock.stamps
-        parts: list[Rows] = [np.flatnonzero(self._parked)]
-        for rows, entry_stamps in self._returned:
-            parts.append(rows[stamps[rows] == entry_stamps])
-        for chunk in self._chunks:
-            rows = chunk.rows[chunk.start : chunk.end].astype(np.int64)
-            parts.append(rows[stamps[rows] == chunk.stamps[chunk.start : chunk.end]])
-        rows = np.concatenate(parts)
-        return rows, stamps[rows]
-
     def _park(self, rows: Rows, refs: RefCounts) -> None:
         """Take the pinned ones of ``rows`` out of the log; ``refs`` are the reference counts of the rows."""
         pinned = rows[refs != 0]
@@ -290,10 +278,6 @@ class LRUEvictionPolicy(EvictionPolicy):
 
     def release(self, rows: Rows) -> None:
         self._log.release(rows)
-
-    def order(self) -> Rows:
-        rows, stamps = self._log.live()
-        return rows[np.argsort(-stamps)]
 
     def clear(self) -> None:
         self._log.clear()
