@@ -19,8 +19,8 @@ from rich.console import Console
 from tests.cli.conftest import WriteStack
 from tests.cli.runner import kv_tiering, process, started
 from tiering.advisor.advisor import BRINGS_NOTHING, FIELDS
-from tiering.cli import top as top_module
 from tiering.cli.metrics import PREFIX, Sample, metrics_url, parse, quantile
+from tiering.cli.top import Look
 from tiering.connector.metrics import TIERS
 from tiering.connector.prometheus import MetricClasses, OffloadPromMetrics
 from tiering.connector.stats import OffloadingConnectorStats
@@ -123,20 +123,20 @@ def test_tiers_of_a_stack_come_in_its_order_and_missing_ones_are_told(
     ],
 )
 def test_states(fields: dict[str, object], state: str) -> None:
-    (row,) = top_module.rows(Sample(0.0), parse(reported({"local": stats(**fields)}), 0.0), ())
+    (row,) = Look(Sample(0.0), parse(reported({"local": stats(**fields)}), 0.0)).rows()
     assert row.state == state
 
 
 def test_replicas_add_up_and_the_worst_state_counts() -> None:
     sample = parse(reported({"local": HEALTHY}, {"local": stats(available=False, queries=200, hits=10)}), 0.0)
-    (row,) = top_module.rows(Sample(0.0), sample, ())
+    (row,) = Look(Sample(0.0), sample).rows()
     assert (row.state, row.hits) == ("down", "25.0%")
 
 
 def test_rates_are_those_of_the_interval() -> None:
     before = parse(reported({"local": HEALTHY}), 10.0)
     later = stats(queries=300, hits=190, read_bytes=3 * GIB + 4_000_000_000, written_bytes=GIB, corrupt_blocks=2)
-    (row,) = top_module.rows(before, parse(reported({"local": later}), 12.0), ())
+    (row,) = Look(before, parse(reported({"local": later}), 12.0)).rows()
     assert (row.hits, row.reads, row.writes, row.troubles) == ("100.0%", "2.00 GB/s", "0.0 MB/s", "corrupt_blocks 2")
 
 
@@ -169,9 +169,9 @@ def test_the_size_advisors_estimates_are_a_sentence_per_tier(
     told = [] if sentence is None else [(tier, sentence.format(hits))]
     if tier == "cpu" and rates[2] == 0 and sentence is not None:
         told = [("cpu", f"{told[0][1]}: {BRINGS_NOTHING}")]
-    assert list(top_module.advice(sample, ())) == told
+    assert list(Look(Sample(0.0), sample).advice()) == told
     console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(top_module.screen(Sample(0.0), sample, (), "http://engine:8000/metrics", ""))
+    console.print(Look(Sample(0.0), sample).screen("http://engine:8000/metrics", ""))
     text = console.export_text()
     assert all(f"{name}: {said}" in text for name, said in told)
 
@@ -187,7 +187,7 @@ def test_estimates_of_replicas_are_averaged_not_added() -> None:
         for engine, rate in enumerate(rates)
     )
     sample = parse(f"{reported({'cpu': HEALTHY})}{text}\n", 0.0)
-    assert list(top_module.advice(sample, ())) == [("cpu", "twice the capacity would raise hits from 50% to 70%")]
+    assert list(Look(Sample(0.0), sample).advice()) == [("cpu", "twice the capacity would raise hits from 50% to 70%")]
 
 
 def test_quantiles_are_bounds_of_buckets() -> None:
@@ -201,7 +201,7 @@ def test_quantiles_are_bounds_of_buckets() -> None:
 def test_the_screen_fits_a_terminal_of_any_width(width: int) -> None:
     sample = parse(reported({"local": HEALTHY, "s3": stats(available=False, retries=4)}), 1.0)
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(top_module.screen(Sample(0.0), sample, ["cpu", "local"], "http://engine:8000/metrics", "no answer"))
+    console.print(Look(Sample(0.0), sample, ["cpu", "local"]).screen("http://engine:8000/metrics", "no answer"))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "no answer" in text
@@ -269,7 +269,7 @@ def worth_of(**fields: float) -> list[tuple[str, str]]:
     sample = Sample(0.0)
     sample.tiers["cpu"] = {"blocks": 1.0}
     sample.tiers["bucket"] = dict(fields)
-    return list(top_module.worths(sample, ()))
+    return list(Look(Sample(0.0), sample).worths())
 
 
 def test_the_measured_worth_is_shown_with_its_interval_and_the_number_of_controls() -> None:

@@ -20,7 +20,7 @@ from tests.machine.hosts import service_in_thread, service_process, stack_of
 from tests.machine.test_service import MEMORY, Raw
 from tiering.cli.metrics import Sample, fetch, metrics_url, parse
 from tiering.cli.service_metrics import endpoint
-from tiering.cli.top import screen
+from tiering.cli.top import Look
 from tiering.errors import ConfigError
 from tiering.machine.counts import ServiceCounts, ServiceLook
 from tiering.machine.messages import Kind, Record
@@ -239,6 +239,6 @@ def test_the_screen_has_a_table_of_engines_of_the_last_interval() -> None:
     before.engines["4711", "local"] = {"engine_loaded_blocks": 100.0}
     now.engines["4711", "local"] = {"engine_loaded_blocks": 142.0, "engine_attached": 0.0, "engine_rows": 24.0}
     console = Console(file=io.StringIO(), width=140, record=True)
-    console.print(screen(before, now, (), "http://service", ""))
+    console.print(Look(before, now).screen("http://service", ""))
     (line,) = [line for line in console.export_text().splitlines() if "4711" in line]
     assert [word for word in line.split() if word != "│"][:6] == ["4711", "local", "apart", "24", "0", "42"]

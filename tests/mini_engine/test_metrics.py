@@ -13,8 +13,8 @@ from examples.mini_engine import Engine
 from examples.mini_engine.metrics import metrics_endpoint
 from tests.mini_engine.helpers import ask_all, one_row, options, prompt
 from tiering.api.metric import Metric
-from tiering.cli import top
 from tiering.cli.metrics import Sample, parse
+from tiering.cli.top import Look
 from tiering.connector.metrics import METRICS
 
 
@@ -81,7 +81,7 @@ def test_the_run_has_moved_blocks_between_all_tiers(scraped: str) -> None:
 
 
 def test_top_shows_the_run(scraped: str) -> None:
-    shown = {row.tier: row for row in top.rows(Sample(0.0), parse(scraped, 0.0), ["cpu", "local"])}
+    shown = {row.tier: row for row in Look(Sample(0.0), parse(scraped, 0.0), ["cpu", "local"]).rows()}
     assert [row.state for row in shown.values()] == ["up", "up"]
     assert shown["local"].hits != "-"
     assert shown["local"].troubles == ""

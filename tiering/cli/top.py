@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 import click
 from rich.console import Group, RenderableType
@@ -42,8 +43,18 @@ WIDE = 100
 """Columns of a terminal from which on bars, latencies and active blocks are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+HEADINGS = ("tier", "state", "full", "hits", "read", "write", "p50 / p99", "in/out", "troubles")
+"""Headings of the table of tiers, which are the attributes of a :class:`Row`."""
+
+ENGINE_HEADINGS = ("engine", "tier", "state", "rows", "busy", "loads", "shared", "stores", "waiting", "messages")
+"""Headings of the table of a service's engines."""
+
+_WIDE_ONLY = (6, 7)
+"""Columns of tiers that only a wide terminal shows."""
+_STYLES = {"up": "green", "down": "bold red", "missing": "bold red", "read-only": "yellow", "probing": "yellow"}
+
+
+class Row(NamedTuple):
     """One tier on the screen, as text."""
 
     tier: str
@@ -51,14 +62,12 @@ class Row:
     """One word: up, down, read-only, recovering or probing."""
     full: str
     """Used and total bytes."""
-    share: float | None
-    """Used share of the capacity; None without a capacity."""
     hits: str
     """Share of the queried blocks that were held."""
     reads: str
-    """Bytes per second that are read from the medium, as text."""
+    """Bytes per second that are read from the medium, or their number since the start."""
     writes: str
-    """Bytes per second that are written to the medium, as text."""
+    """Bytes per second that are written to the medium, or their number since the start."""
     latency: str
     """Upper bounds of the median and the 99th percentile of jobs."""
     active: str
@@ -102,7 +111,8 @@ def top(target: str, url: str | None, interval: float, once: bool) -> int:
         expected = [name for name in expected if name != CPU]
     console = stdout()
     if once or not console.is_terminal:
-        _print_once(first, expected)
+        for line in Look(Sample(first.at), first, expected).lines():
+            click.echo("\t".join(line).rstrip())
         return 0
     _watch(address, first, expected, interval, timeout)
     return 0
@@ -110,188 +120,208 @@ def top(target: str, url: str | None, interval: float, once: bool) -> int:
 
 def _watch(address: str, first: Sample, expected: Sequence[str], interval: float, timeout: float) -> None:
     """Refresh the screen until Ctrl-C."""
-    before, latest, fault = Sample(first.at), first, ""
+    look, fault = Look(Sample(first.at), first, expected), ""
     with (
         suppress(KeyboardInterrupt),
-        Live(screen(before, latest, expected, address, fault), console=stdout(), auto_refresh=False) as live,
+        Live(look.screen(address, fault), console=stdout(), auto_refresh=False) as live,
     ):
         while True:
             time.sleep(interval)
             try:
-                sample = parse(fetch(address, timeout), time.monotonic())
-                before, latest, fault = latest, sample, ""
+                look = Look(look.now, parse(fetch(address, timeout), time.monotonic()), expected)
+                fault = ""
             except StoreError as error:
                 fault = str(error)
-            live.update(screen(before, latest, expected, address, fault), refresh=True)
+            live.update(look.screen(address, fault), refresh=True)
 
 
-def _print_once(sample: Sample, expected: Sequence[str]) -> None:
-    since_start = Sample(sample.at)
-    for row in rows(since_start, sample, expected):
-        words = (row.tier, row.state, row.full, row.hits, row.reads, row.writes, row.latency, row.active, row.troubles)
-        click.echo("\t".join(words).rstrip())
-    for engine in engine_rows(since_start, sample):
-        click.echo("\t".join(("engine", *engine)))
-    if service := _service_words(sample):
-        click.echo("\t".join(("service", *service)))
-    for tier, sentence in advice(sample, expected):
-        click.echo(f"{tier}\tsize\t{sentence}")
-    for tier, sentence in worths(sample, expected):
-        click.echo(f"{tier}\tworth\t{sentence}")
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What two samples show."""
 
+    before: Sample
+    """The earlier sample; an empty one for the numbers since the start."""
+    now: Sample
+    """The later sample."""
+    expected: Sequence[str] = ()
+    """Names of the tiers of the stack, in its order; default: they are not known."""
 
-def _names(sample: Sample, expected: Sequence[str]) -> list[str]:
-    """Return the names of the tiers of a stack in its order, then those of the other tiers with metrics."""
-    return [*expected, *sorted((name for name in sample.tiers if name not in expected), key=lambda name: name != CPU)]
+    def lines(self) -> Iterator[Sequence[str]]:
+        """Yield everything as lines of words, for a pipe."""
+        yield from self.rows()
+        for engine in self.engine_rows():
+            yield "engine", *engine
+        if service := self._service():
+            yield "service", *service
+        for tier, sentence in self.advice():
+            yield tier, "size", sentence
+        for tier, sentence in self.worths():
+            yield tier, "worth", sentence
 
+    def screen(self, address: str, fault: str) -> RenderableType:
+        """Return everything as a screen, for a terminal.
 
-def advice(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each tier with a sentence about its size, from the size advisor's estimates.
+        Args:
+            address: address of the engine's metrics.
+            fault: reason why there is no newer sample; empty if there is one.
+        """
+        wide = stdout().width >= WIDE
+        shown = [column for column in range(len(HEADINGS)) if wide or column not in _WIDE_ONLY]
+        tiers: list[list[str | Text]] = []
+        for row in self.rows():
+            cells: list[str | Text] = list(row)
+            cells[1] = Text(row.state, style=_STYLES.get(row.state, "cyan"))
+            cells[2] = f"{_bar(self.now.tiers.get(row.tier, {})) if wide else ''}{row.full}"
+            cells[-1] = Text(row.troubles, style="yellow")
+            tiers.append([cells[column] for column in shown])
+        lines: list[RenderableType] = [Text(address, style="bold")]
+        lines.append(_table([HEADINGS[column] for column in shown], tiers))
+        if self.now.engines:
+            lines.append(_table(ENGINE_HEADINGS, self.engine_rows()))
+        lines += [Text(f"{tier}: {sentence}") for tier, sentence in [*self.advice(), *self.worths()]]
+        lines.append(Text("   ".join(self._summary())))
+        if fault:
+            lines.append(Text(f"{fault}; trying again", style="bold red"))
+        lines.append(Text("Ctrl-C ends", style="dim"))
+        return Group(*lines)
 
-    Estimates of several replicas count as their mean.
+    # ------------------------------------------------------------------------------------------------------------ tiers
 
-    Tiers without estimates are left out: a bucket has no capacity, and the advisor may be off. So are tiers that would
-    have no hits at any estimated capacity.
+    @property
+    def _names(self) -> list[str]:
+        """Names of the tiers of the stack in its order, then those of the other tiers with metrics."""
+        others = (name for name in self.now.tiers if name not in self.expected)
+        return [*self.expected, *sorted(others, key=lambda name: name != CPU)]
 
-    Args:
-        sample: the present metrics.
-        expected: names of the tiers of the stack, in its order.
-    """
-    for name in filter(sample.estimates.__contains__, _names(sample, expected)):
-        rates = {factor: f"{100 * fmean(values):.0f}%" for factor, values in sorted(sample.estimates[name].items())}
-        now, half, twice = rates.get(1.0), rates.get(0.5), rates.get(2.0)
-        if now is None or half is None or twice is None:
-            continue
-        hits = "hits" if name == CPU else "hits, with all faster tiers,"
-        better = next((factor for factor, text in rates.items() if factor > 1 and text != now), None)
-        if better is not None and (better == 2 or now == _NO_HITS):
-            times = "twice" if better == 2 else f"{better:g} times"
-            why = f": {BRINGS_NOTHING}" if name == CPU and now == _NO_HITS else ""
-            yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}{why}"
-        elif now == _NO_HITS:
-            continue
-        elif half == now:
-            yield name, f"half the capacity would keep {hits} at {now}"
-        else:
-            yield name, f"twice the capacity would leave {hits} at {now}; half of it would lower them to {half}"
+    def rows(self) -> Iterator[Row]:
+        """Yield the tiers of the stack, also those without metrics, then the others."""
+        for name in self._names:
+            if name in self.now.tiers:
+                yield self._row(name)
+            else:
+                yield Row(name, "missing", "-", "-", "-", "-", "-", "-", "the engine has no metrics of it")
 
+    def _row(self, name: str) -> Row:
+        before, now = self.before, self.now
+        values, earlier = now.tiers[name], before.tiers.get(name, {})
 
-def worths(sample: Sample, expected: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each tier that chooses between loading and computing with what its loads save.
+        def grown(word: str) -> float:
+            return values.get(word, 0.0) - earlier.get(word, 0.0)
 
-    Args:
-        sample: the present metrics.
-        expected: names of the tiers of the stack, in its order.
-    """
-    for name in _names(sample, expected):
-        values = sample.tiers.get(name, {})
-        if (controls := values.get("worth_controls")) is None:
-            continue
-        if "worth_ttft_seconds" not in values:
-            yield name, f"saves — (N {controls:.0f} of {LEAST} requests)"
-            continue
-        saved = [
-            values[word]
-            for word in (
-                "worth_prefill_seconds",
-                "worth_prefill_margin_seconds",
-                "worth_ttft_seconds",
-                "worth_ttft_margin_seconds",
-            )
-        ]
-        slower = ", promotions only" if saved[2] + saved[3] < 0.0 else ""
-        yield name, f"{Saving(int(controls), *saved)}{slower}"
+        def speed(word: str) -> str:
+            if word not in values:
+                return "-"
+            elapsed = now.at - before.at
+            return rate(grown(word) / elapsed) if elapsed > 0 else format_bytes(int(grown(word)))
 
-
-def rows(before: Sample, now: Sample, expected: Sequence[str]) -> Iterator[Row]:
-    """Yield the tiers in the order of ``expected``, then the others.
-
-    Args:
-        before: the earlier sample; an empty one for the numbers since the start.
-        now: the later sample.
-        expected: names of the tiers of the stack; those without metrics are rows, too.
-    """
-    for name in _names(now, expected):
-        if name in now.tiers:
-            yield _row(name, before, now)
-        else:
-            yield Row(name, "missing", "-", None, "-", "-", "-", "-", "-", "the engine has no metrics of it")
-
-
-def _row(name: str, before: Sample, now: Sample) -> Row:
-    values, earlier = now.tiers[name], before.tiers.get(name, {})
-
-    def grown(word: str) -> float:
-        return values.get(word, 0.0) - earlier.get(word, 0.0)
-
-    used, capacity = values.get("occupancy_bytes"), values.get("capacity_bytes")
-    full = "-" if used is None else format_bytes(int(used))
-    if used is not None and capacity:
-        full = f"{full} of {format_bytes(int(capacity))}"
-    queries = grown("queries")
-    bounds, bounds_before = now.latency.get(name, {}), before.latency.get(name, {})
-    half, most = quantile(bounds, bounds_before, 0.5), quantile(bounds, bounds_before, 0.99)
-    moved = [
-        (values.get(f"{word}_bytes"), grown(f"{word}_bytes"), grown(f"{word}_seconds")) for word in ("read", "written")
-    ]
-    elapsed = now.at - before.at
-    speeds = [
-        "-" if total is None else rate(amount / elapsed) if elapsed > 0 else format_bytes(int(amount))
-        for total, amount, _ in moved
-    ]
-    active = f"{values.get('promotions_active', 0):.0f}/{values.get('cascades_active', 0):.0f}"
-    troubles = [f"{word} {grown(word):.0f}" for word in _TROUBLES if grown(word) > 0]
-    return Row(
-        name,
-        _state(values),
-        full,
-        used / capacity if used is not None and capacity else None,
-        f"{100 * grown('hits') / queries:.1f}%" if queries > 0 else "-",
-        speeds[0],
-        speeds[1],
-        "-" if half is None or most is None else f"≤{duration(half)} / ≤{duration(most)}",
-        active if name != CPU else "-",
-        ", ".join(troubles),
-    )
-
-
-ENGINE_HEADINGS = ("engine", "tier", "state", "rows", "busy", "loads", "shared", "stores", "waiting", "messages")
-"""Headings of the table of a service's engines."""
-
-
-def engine_rows(before: Sample, now: Sample) -> Iterator[tuple[str, ...]]:
-    """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`.
-
-    Args:
-        before: the earlier sample; an empty one for the numbers since each engine connected.
-        now: the later sample.
-    """
-    for (engine, tier), values in sorted(now.engines.items()):
-        earlier = before.engines.get((engine, tier), {})
-
-        def grown(*words: str, values: dict[str, float] = values, earlier: dict[str, float] = earlier) -> str:
-            return f"{sum(values.get(word, 0.0) - earlier.get(word, 0.0) for word in words):.0f}"
-
-        yield (
-            engine,
-            tier,
-            "up" if values.get("engine_attached") else "apart",
-            f"{values.get('engine_rows', 0):.0f}",
-            f"{values.get('engine_rows_busy', 0):.0f}",
-            grown("engine_loaded_blocks"),
-            grown("engine_shared_reads"),
-            grown("engine_stored_blocks"),
-            f"{values.get('engine_lookups_waiting', 0):.0f}/{values.get('engine_stores_waiting', 0):.0f}",
-            grown("engine_messages_received", "engine_messages_sent"),
+        used, capacity = values.get("occupancy_bytes"), values.get("capacity_bytes")
+        full = "-" if used is None else format_bytes(int(used))
+        if used is not None and capacity:
+            full = f"{full} of {format_bytes(int(capacity))}"
+        queries = grown("queries")
+        bounds, bounds_before = now.latency.get(name, {}), before.latency.get(name, {})
+        half, most = quantile(bounds, bounds_before, 0.5), quantile(bounds, bounds_before, 0.99)
+        active = f"{values.get('promotions_active', 0):.0f}/{values.get('cascades_active', 0):.0f}"
+        troubles = [f"{word} {grown(word):.0f}" for word in _TROUBLES if grown(word) > 0]
+        return Row(
+            name,
+            _state(values),
+            full,
+            f"{100 * grown('hits') / queries:.1f}%" if queries > 0 else "-",
+            speed("read_bytes"),
+            speed("written_bytes"),
+            "-" if half is None or most is None else f"≤{duration(half)} / ≤{duration(most)}",
+            active if name != CPU else "-",
+            ", ".join(troubles),
         )
 
+    def advice(self) -> Iterator[tuple[str, str]]:
+        """Yield each tier with a sentence about its size, from the size advisor's estimates.
 
-def _service_words(now: Sample) -> list[str]:
-    """Return what a service states of itself; nothing of an engine."""
-    found = {word: now.manager[name] for name, word in _SERVICE.items() if name in now.manager}
-    if now.manager.get(f"{SERVICE}_responsive") == 0:
-        return ["the service does not answer"]
-    return [f"{word.replace('_', ' ')}: {value:.0f}" for word, value in found.items()]
+        Estimates of several replicas count as their mean. Tiers without estimates are left out: a bucket has no
+        capacity, and the advisor may be off. So are tiers that would have no hits at any estimated capacity.
+        """
+        for name in filter(self.now.estimates.__contains__, self._names):
+            rates = {
+                factor: f"{100 * fmean(values):.0f}%" for factor, values in sorted(self.now.estimates[name].items())
+            }
+            now, half, twice = rates.get(1.0), rates.get(0.5), rates.get(2.0)
+            if now is None or half is None or twice is None:
+                continue
+            hits = "hits" if name == CPU else "hits, with all faster tiers,"
+            better = next((factor for factor, text in rates.items() if factor > 1 and text != now), None)
+            if better is not None and (better == 2 or now == _NO_HITS):
+                times = "twice" if better == 2 else f"{better:g} times"
+                why = f": {BRINGS_NOTHING}" if name == CPU and now == _NO_HITS else ""
+                yield name, f"{times} the capacity would raise {hits} from {now} to {rates[better]}{why}"
+            elif now == _NO_HITS:
+                continue
+            elif half == now:
+                yield name, f"half the capacity would keep {hits} at {now}"
+            else:
+                yield name, f"twice the capacity would leave {hits} at {now}; half of it would lower them to {half}"
+
+    def worths(self) -> Iterator[tuple[str, str]]:
+        """Yield each tier that chooses between loading and computing with what its loads save."""
+        for name in self._names:
+            values = self.now.tiers.get(name, {})
+            if (controls := values.get("worth_controls")) is None:
+                continue
+            if "worth_ttft_seconds" not in values:
+                yield name, f"saves — (N {controls:.0f} of {LEAST} requests)"
+                continue
+            seconds = ("prefill_seconds", "prefill_margin_seconds", "ttft_seconds", "ttft_margin_seconds")
+            saved = [values[f"worth_{word}"] for word in seconds]
+            slower = ", promotions only" if saved[2] + saved[3] < 0.0 else ""
+            yield name, f"{Saving(int(controls), *saved)}{slower}"
+
+    # ---------------------------------------------------------------------------------------------------------- service
+
+    def engine_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`."""
+        for (engine, tier), values in sorted(self.now.engines.items()):
+            earlier = self.before.engines.get((engine, tier), {})
+
+            def grown(*words: str, values: dict[str, float] = values, earlier: dict[str, float] = earlier) -> str:
+                return f"{sum(values.get(word, 0.0) - earlier.get(word, 0.0) for word in words):.0f}"
+
+            yield (
+                engine,
+                tier,
+                "up" if values.get("engine_attached") else "apart",
+                f"{values.get('engine_rows', 0):.0f}",
+                f"{values.get('engine_rows_busy', 0):.0f}",
+                grown("engine_loaded_blocks"),
+                grown("engine_shared_reads"),
+                grown("engine_stored_blocks"),
+                f"{values.get('engine_lookups_waiting', 0):.0f}/{values.get('engine_stores_waiting', 0):.0f}",
+                grown("engine_messages_received", "engine_messages_sent"),
+            )
+
+    def _service(self) -> list[str]:
+        """Return what a service states of itself; nothing of an engine."""
+        manager = self.now.manager
+        found = {word: manager[name] for name, word in _SERVICE.items() if name in manager}
+        if manager.get(f"{SERVICE}_responsive") == 0:
+            return ["the service does not answer"]
+        return [f"{word.replace('_', ' ')}: {value:.0f}" for word, value in found.items()]
+
+    def _summary(self) -> list[str]:
+        """Return words about the manager and the copies to and from the accelerator."""
+        elapsed, manager = self.now.at - self.before.at, self.now.manager
+        words = [
+            f"{kind.replace('_to_', ' → ')} {rate((value - self.before.offloaded.get(kind, 0.0)) / elapsed)}"
+            for kind, value in sorted(self.now.offloaded.items())
+            if elapsed > 0
+        ]
+        words += self._service()
+        if "rows" in manager:
+            words.append(f"rows: {manager['rows']:.0f}, {manager.get('rows_free', 0):.0f} free")
+        return words + [
+            f"{name.replace('_', ' ')}: {manager[name]:.0f}"
+            for name in ("jobs_in_flight", "stores_without_room", "tiers_out_of_service")
+            if manager.get(name)
+        ]
 
 
 def _state(values: dict[str, float]) -> str:
@@ -306,71 +336,19 @@ def _state(values: dict[str, float]) -> str:
     return "read-only" if values.get("writable") == 0 else "up"
 
 
-_STYLES = {"up": "green", "down": "bold red", "missing": "bold red", "read-only": "yellow", "probing": "yellow"}
+def _bar(values: Mapping[str, float]) -> str:
+    """Return the used share of a capacity as cells; empty without a capacity."""
+    used, capacity = values.get("occupancy_bytes"), values.get("capacity_bytes")
+    if used is None or not capacity:
+        return ""
+    cells = round(min(used / capacity, 1.0) * _BAR_CELLS)
+    return f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} "
 
 
-def screen(before: Sample, now: Sample, expected: Sequence[str], address: str, fault: str) -> RenderableType:
-    """Return the screen of one moment.
-
-    Args:
-        before: the sample before, for rates.
-        now: the present sample.
-        expected: names of the stack's tiers; empty if they are not known.
-        address: address of the engine's metrics.
-        fault: reason why there is no newer sample; empty if there is one.
-    """
-    wide = stdout().width >= WIDE
-    headings = ["tier", "state", "full", "hits", "read", "write", "troubles"]
+def _table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     table = Table(expand=True)
-    for heading in [*headings[:-1], "p50 / p99", "in/out", headings[-1]] if wide else headings:
+    for heading in headings:
         table.add_column(heading, overflow="fold")
-    for row in rows(before, now, expected):
-        full = Text(row.full)
-        if row.share is not None and wide:
-            cells = round(min(row.share, 1.0) * _BAR_CELLS)
-            full = Text(f"{'█' * cells}{'░' * (_BAR_CELLS - cells)} {row.full}")
-        table.add_row(
-            row.tier,
-            Text(row.state, style=_STYLES.get(row.state, "cyan")),
-            full,
-            row.hits,
-            row.reads,
-            row.writes,
-            *((row.latency, row.active) if wide else ()),
-            Text(row.troubles, style="yellow"),
-        )
-    lines: list[RenderableType] = [Text(address, style="bold"), table]
-    if now.engines:
-        engines = Table(expand=True)
-        for heading in ENGINE_HEADINGS:
-            engines.add_column(heading, overflow="fold")
-        for words in engine_rows(before, now):
-            engines.add_row(*words)
-        lines.append(engines)
-    lines += [Text(f"{tier}: {sentence}") for tier, sentence in advice(now, expected)]
-    lines += [Text(f"{tier}: {sentence}") for tier, sentence in worths(now, expected)]
-    lines.append(_summary(before, now))
-    if fault:
-        lines.append(Text(f"{fault}; trying again", style="bold red"))
-    lines.append(Text("Ctrl-C ends", style="dim"))
-    return Group(*lines)
-
-
-def _summary(before: Sample, now: Sample) -> Text:
-    """Return one line about the manager and the copies to and from the accelerator."""
-    elapsed = now.at - before.at
-    words = [
-        f"{kind.replace('_to_', ' → ')} {rate((value - before.offloaded.get(kind, 0.0)) / elapsed)}"
-        for kind, value in sorted(now.offloaded.items())
-        if elapsed > 0
-    ]
-    manager = now.manager
-    words += _service_words(now)
-    if "rows" in manager:
-        words.append(f"rows: {manager['rows']:.0f}, {manager.get('rows_free', 0):.0f} free")
-    words += [
-        f"{name.replace('_', ' ')}: {manager[name]:.0f}"
-        for name in ("jobs_in_flight", "stores_without_room", "tiers_out_of_service")
-        if manager.get(name)
-    ]
-    return Text("   ".join(words))
+    for row in rows:
+        table.add_row(*row)
+    return table
