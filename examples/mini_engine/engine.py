@@ -24,6 +24,7 @@ class EngineOptions:
     """The options of an engine.
 
     ``num_blocks`` GPU blocks of ``block_size`` tokens; ``kv_first``: layout of the KV tensors (see :class:`PagedKV`);
+    ``loads_within_step``: a request may be computed in the step that loads its hit;
     ``stack``: a stack file or its content, None for no tiers; ``offload``: further extra configuration of the connector
     (``block_size``, ...).
     """
@@ -36,6 +37,7 @@ class EngineOptions:
     max_batch_tokens: int = 256
     max_running: int = 8
     prefix_caching: bool = True
+    loads_within_step: bool = False
     stack: str | Path | Mapping[str, Any] | None = None
     offload: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class Engine:
                 options.stack,
                 offload=options.offload,
                 prefix_caching=options.prefix_caching,
+                loads_within_step=options.loads_within_step,
                 max_batch_tokens=options.max_batch_tokens,
                 replace_loads=replace_loads,
             )

@@ -22,7 +22,7 @@ class SchedulerConnector(Protocol):
 
     def on_new_request(self, request: Any) -> None: ...
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> Any: ...
     def build_connector_meta(self, scheduler_output: Any) -> Any: ...
     def update_connector_output(self, connector_output: Any) -> None: ...
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, Any]: ...
@@ -182,20 +182,17 @@ class Scheduler:
             if loading or (full and not request.num_computed_tokens):
                 skipped.append(self.waiting.popleft())
                 continue
-            tokens, external, prefix = request.num_computed_tokens, 0, None
+            tokens, external, prefix, waits = request.num_computed_tokens, 0, None, False
             if tokens == 0:
                 prefix = self.kv.find_prefix(request)
                 tokens = prefix.tokens
                 if self.connector is not None and request.may_load:
-                    answer, asynchronous = self.connector.get_num_new_matched_tokens(request, tokens)
+                    answer, waits = self.connector.get_num_new_matched_tokens(request, tokens)
                     if answer is None:
                         skipped.append(self.waiting.popleft())
                         continue
-                    if answer and not asynchronous:
-                        message = "this engine loads asynchronously; the connector offered a synchronous load"
-                        raise RuntimeError(message)
                     external = answer
-            count = 0 if external else min(request.num_tokens - tokens, budget)
+            count = 0 if waits else min(request.num_tokens - tokens - external, budget)
             self.waiting.popleft()
             present = min(tokens + external, request.num_tokens - 1)
             if self.kv.allocate(request, present, count or tokens + external - present, prefix) is None:
@@ -208,10 +205,11 @@ class Scheduler:
             if prefix is not None:
                 request.gpu_hit_tokens += tokens
             request.num_computed_tokens = tokens + external
-            if external:
+            if waits:
                 request.status, request.load_start = Status.LOADING, tokens
                 skipped.append(request)
                 continue
+            request.loaded_tokens += external
             request.status = Status.RUNNING
             self.running.append(request)
             self._note_started(output, request, blocks, count)

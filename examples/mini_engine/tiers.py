@@ -73,6 +73,7 @@ def connect(
     offload: Mapping[str, Any],
     prefix_caching: bool,
     max_batch_tokens: int,
+    loads_within_step: bool = False,
     replace_loads: ReplaceLoads | None = None,
 ) -> Tiers:
     """Open ``stack`` for the engine of ``worker``.
@@ -96,6 +97,7 @@ def connect(
         groups=groups,
         enable_prefix_caching=prefix_caching,
         max_batch_tokens=max_batch_tokens,
+        loads_within_step=loads_within_step,
     )
     factor = int(offload.get("block_size", cache.block_size)) // cache.block_size
     block_bytes = tuple(len(layers) * cache.page_bytes * factor for layers in config.groups)

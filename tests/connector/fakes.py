@@ -407,6 +407,7 @@ def make_spec(
         groups=groups,
         world_size=world_size,
         enable_prefix_caching=prefix_caching,
+        loads_within_step=bool(extra.pop("loads_within_step", False)),
         max_batch_tokens=extra.pop("max_batch_tokens", 8192),
     )
     spec = FakeSpec(engine, extra, manager)

@@ -23,8 +23,11 @@ from tiering.api.request import ReqContext
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
 from tiering.connector.scheduler import OffloadingConnectorScheduler
+from tiering.connector.step_loads import STEP_SECONDS
 
 BLOCK = 4
+COPY_SECONDS = STEP_SECONDS / 8
+"""Seconds that each load takes; eight times the blocks of the largest one fit into a step."""
 Content = tuple[int, str]
 """The epoch (number of resets so far) and the name of the written content."""
 
@@ -35,6 +38,8 @@ class WrongKVError(AssertionError):
 
 class WhimsicalManager(FakeManager):
     """A manager that at random loses blocks before their load, refuses stores and defers lookups."""
+
+    loses_matched = True
 
     def __init__(self, capacity: int, rng: random.Random) -> None:
         super().__init__(capacity)
@@ -47,7 +52,7 @@ class WhimsicalManager(FakeManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self.undecided = set()
         victim = self._rng.choice(keys)
-        if self._rng.random() < 0.1 and self.refs[victim] == 0:
+        if self.loses_matched and self._rng.random() < 0.1 and self.refs[victim] == 0:
             self.drop(victim)
         return super().prepare_load(keys, req_context)
 
@@ -69,6 +74,9 @@ class SimWorker:
     running: dict[int, tuple[str, TransferOrder]] = field(default_factory=dict)
     loading: dict[str, int] = field(default_factory=dict)
     unfilled_later: dict[str, list[int]] = field(default_factory=dict)
+    copied: set[int] = field(default_factory=set)
+    """Loads within a step whose ends were not reported."""
+    fills_within_step = True
     invalid: set[int] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     report: OffloadingWorkerMetadata = field(default_factory=OffloadingWorkerMetadata)
@@ -87,6 +95,13 @@ class SimWorker:
             else:
                 self.invalid.update(blocks)
                 self.received.add(name)
+        for name, order in metadata.loads_within_step.items():
+            self.running[order.job_id] = (name, order)
+            self.copied.add(order.job_id)
+            source, destination = order.spec
+            assert isinstance(destination, GPULoadStoreSpec)
+            for block, place in self._places(destination, source):
+                self.gpu[block] = self.rows[place] if self.fills_within_step else self.gpu.get(block, (-1, "garbage"))
         for name, order in metadata.reqs_to_load.items():
             self.running[order.job_id] = (name, order)
 
@@ -106,6 +121,10 @@ class SimWorker:
     def _end(self, job: int) -> None:
         name, order = self.running.pop(job)
         source, destination = order.spec
+        if job in self.copied:
+            self.copied.discard(job)
+            self.report.finished[job], self.report.load_seconds[job] = 1, COPY_SECONDS
+            return
         fails = self.rng.random() < 0.08
         self.report.finished[job] = 1
         if fails:
@@ -115,6 +134,7 @@ class SimWorker:
                 self.rows[place] = (-1, "garbage") if fails else self.gpu[block]
             return
         assert isinstance(destination, GPULoadStoreSpec)
+        self.report.load_seconds[job] = COPY_SECONDS
         for block, place in self._places(destination, source):
             self.gpu[block] = (-1, "garbage") if fails else self.rows[place]
         if fails:
@@ -188,6 +208,7 @@ class Simulation:
         prompt_only: bool,
         exclusive: bool = False,
         feeds_tiers: bool = False,
+        within_step: bool = False,
         manager: Any = None,
     ) -> None:
         self.rng = random.Random(seed)
@@ -209,7 +230,9 @@ class Simulation:
             offload_prompt_only=prompt_only,
             sharer_wait=3.0,
             max_batch_tokens=24,
+            loads_within_step=within_step,
         )
+        self.manager.loses_matched = not within_step
         self.connector = OffloadingConnectorScheduler(spec, clock=lambda: self.now)
         self.kv = KVCacheManager(20 * len(windows), BLOCK, windows)
         self.manager.exclusive, self.manager.feeds_tiers = exclusive, feeds_tiers
@@ -221,7 +244,7 @@ class Simulation:
         self.workers = [SimWorker(factor, self.rng) for _ in range(world_size)]
         self.received: dict[str, int] = {}
         self.count = 0
-        self.loaded_requests = 0
+        self.loaded_requests = self.loads_within_step = 0
         self.flushed = 0
 
     def run(self, steps: int) -> None:
@@ -259,6 +282,7 @@ class Simulation:
         metadata: OffloadingConnectorMetadata = output.connector_metadata
         self.flushed += len(metadata.jobs_to_flush)
         self.loaded_requests += len(metadata.reqs_to_load)
+        self.loads_within_step += len(metadata.loads_within_step)
         loads, self.other.loads = self.other.loads, []
         for worker in self.workers:
             worker.before_step(metadata)

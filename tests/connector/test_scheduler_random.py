@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.connector.fakes import FakeManager
-from tests.connector.simulation import Simulation, WrongKVError
+from tests.connector.simulation import Simulation, SimWorker, WrongKVError
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.jobs import NO_JOBS, BlockFences
+from tiering.connector.requests import FencedTables
 from tiering.connector.suspects import SuspectBlocks
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -35,6 +36,20 @@ def test_no_copy_ever_meets_a_block_of_another_owner(
     windows: tuple[int | None, ...], factor: int, world_size: int, prompt_only: bool, seed: int
 ) -> None:
     Simulation(seed, windows, factor=factor, world_size=world_size, prompt_only=prompt_only).run(60)
+
+
+@pytest.mark.parametrize("exclusive", [False, True], ids=["inclusive", "exclusive"])
+@pytest.mark.parametrize(("windows", "factor", "world_size"), CASES)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_no_step_computes_without_what_it_loads(
+    windows: tuple[int | None, ...], factor: int, world_size: int, exclusive: bool, seed: int
+) -> None:
+    words = {"prompt_only": False, "within_step": True, "exclusive": exclusive}
+    walk = Simulation(seed, windows, factor=factor, world_size=world_size, **words)
+    walk.run(60)
+    if exclusive:
+        walk.check_notes()
 
 
 @pytest.mark.parametrize("feeds_tiers", [False, True], ids=["late stores only", "other tiers are fed"])
@@ -137,6 +152,35 @@ def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch)
     """Negative control: without fences the same walks find wrong KV."""
     monkeypatch.setattr(BlockFences, "conflicts", lambda self, block_ids: NO_JOBS)
     walks = (Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False) for seed in range(20))
+    with pytest.raises(WrongKVError):
+        run_all(walks)
+
+
+def test_the_walk_loads_within_steps_and_beside_them() -> None:
+    walks = [
+        Simulation(seed, windows, factor=1, world_size=2, prompt_only=False, within_step=True)
+        for seed in range(5)
+        for windows in [(None,), (None, 8)]
+    ]
+    run_all(walks)
+    assert min(sum(walk.loads_within_step for walk in half) for half in (walks[::2], walks[1::2])) > 5
+    assert sum(walk.loaded_requests for walk in walks) > 10
+
+
+def test_a_worker_that_loads_nothing_within_the_step_gives_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimWorker, "fills_within_step", False)
+    with pytest.raises(WrongKVError):
+        run_all(
+            Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False, within_step=True) for seed in range(20)
+        )
+
+
+def test_loads_within_the_step_need_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a load writes to a block that a store of its last owner still reads."""
+    monkeypatch.setattr(FencedTables, "_take_unfilled", lambda self, block_ids, filled: None)
+    walks = (
+        Simulation(seed, (None,), factor=1, world_size=1, prompt_only=False, within_step=True) for seed in range(20)
+    )
     with pytest.raises(WrongKVError):
         run_all(walks)
 

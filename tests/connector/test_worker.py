@@ -20,7 +20,7 @@ from tiering.connector.metadata import (
     TransferOrder,
 )
 from tiering.connector.worker import OffloadingConnectorWorker
-from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.copy.contract import OffloadingHandler, TransferError, TransferResult
 from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
@@ -301,7 +301,47 @@ def test_a_job_ordered_twice_runs_once(worker: OffloadingConnectorWorker, handle
     assert handler.log == ["start 1"]
 
 
+def test_what_a_step_needs_is_in_front_of_its_computation_and_of_its_other_loads(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    step(worker, meta(reqs_to_store={"a": store(1)}))
+    step(worker, meta(reqs_to_load={"c": load(3)}, loads_within_step={"b": load(2)}))
+    assert handler.log == ["start 1", "start 2", "compute after [2]", "start 3"]
+
+
 # -------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_a_load_within_the_step_is_reported_and_is_no_reception(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    metadata = meta(loads_within_step={"a": load(1)})
+    assert step(worker, metadata) == Report(set(), set(), None, None)
+    worker.start_kv_transfers(metadata)
+    handler.end(1)
+    report = step(worker)
+    assert (report.received, report.unfilled) == (set(), set())
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, load_seconds={1: 0.5})
+    assert handler.log == ["start 1", "compute after [1]"]
+
+
+def test_a_step_without_what_it_needs_does_not_run(worker: OffloadingConnectorWorker, handler: FakeHandler) -> None:
+    handler.refuse = {2}
+    with pytest.raises(TransferError, match=r"copy jobs \[2\]"):
+        worker.start_kv_transfers(meta(loads_within_step={"a": load(1), "b": load(2)}))
+    other = TransferOrder(3, (GPULoadStoreSpec([1], [1], [0]), GPULoadStoreSpec([2], [1], [0])))
+    with pytest.raises(TransferError, match="no copies"):
+        worker.start_kv_transfers(meta(loads_within_step={"c": other}))
+
+
+def test_what_a_step_has_computed_without_its_load_is_never_an_answer(
+    worker: OffloadingConnectorWorker, handler: FakeHandler
+) -> None:
+    handler.fail = {1}
+    worker.start_kv_transfers(meta(loads_within_step={"a": load(1)}))
+    handler.end(1)
+    with pytest.raises(TransferError, match="copy job 1 failed"):
+        worker.get_finished(set())
 
 
 def test_a_load_that_ends_is_received_once_and_reported_to_the_scheduler(
@@ -312,7 +352,7 @@ def test_a_load_that_ends_is_received_once_and_reported_to_the_scheduler(
     report = step(worker)
     assert report.received == {"a"}
     assert report.unfilled == set()
-    assert report.meta == OffloadingWorkerMetadata({1: 1}, set())
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, set(), load_seconds={1: 0.5})
     assert step(worker) == Report(set(), set(), None, None)
 
 
@@ -357,7 +397,7 @@ def test_a_failed_load_names_exactly_its_blocks_and_is_received(
     report = step(worker)
     assert report.unfilled == {3, 4}
     assert report.received == {"a", "b"}
-    assert report.meta == OffloadingWorkerMetadata({1: 1, 2: 1}, {1})
+    assert report.meta == OffloadingWorkerMetadata({1: 1, 2: 1}, {1}, load_seconds={2: 0.5})
     assert report.stats.reduce()["cpu_to_gpu_total_bytes"] == 100
 
 

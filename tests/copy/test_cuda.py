@@ -20,6 +20,7 @@ from tiering.api.engine import CanonicalKVCaches, KVCacheGroup
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
 from tiering.copy import cuda, pinning
 from tiering.copy.canonical import canonicalize
+from tiering.copy.contract import TransferError
 from tiering.copy.cuda import CudaCopyHandler
 from tiering.copy.handlers import make_handlers
 from tiering.copy.host import Direction
@@ -172,6 +173,52 @@ def test_the_driver_s_refusal_of_a_batch_costs_no_job(caplog: pytest.LogCaptureF
 
 
 # ---------------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("maps_rows", [False, True])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_step_needs_is_there_before_it_computes(maps_rows: bool, is_first: bool) -> None:
+    """A load that the step does not wait for is the negative control."""
+    api = FakeCuda(instant=False)
+    cache = many_layers()
+    copies = handler(api, Direction.LOAD, cache, batch=api.batch(), maps_rows=maps_rows)
+    jobs = backwards(specs(4))
+    with api.watched():
+        if is_first:
+            copies.transfer_first(jobs)
+        else:
+            assert copies.transfer_all_async(jobs) == []
+        for tensor in cache.tensors:
+            api.write(tensor.tensor[1:8])
+    assert bool(api.races) is not is_first
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_what_could_not_be_submitted_is_copied_page_by_page(
+    factor: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, cache = FakeCuda(), kv.two_groups()
+    layout = RowLayout.of(cache, factor)
+    rows = SharedRegion.create(20, layout.row_bytes).array
+    rows[:] = np.random.default_rng(1).integers(0, 256, rows.shape, np.uint8)
+    expected, pinned = kv.two_groups(), PinnedRows(rows, api)
+    copies, other = (CudaCopyHandler(each, pinned, layout, Direction.LOAD, api.kernel) for each in (cache, expected))
+    cpu = CPULoadStoreSpec([3, 4, 7] if factor == 1 else [3, 7])
+    gpu = GPULoadStoreSpec([5, 9, 6], [2, 1], [0, 0])
+    assert other.transfer_async(1, (cpu, gpu))
+    monkeypatch.setattr(copies, "_submit", fails)
+    copies.transfer_first([(1, (cpu, gpu))])
+    assert "out of memory" in caplog.text
+    assert [(result.job_id, result.success) for result in copies.get_finished()] == [(1, True)]
+    for mine, theirs in zip(cache.tensors, expected.tensors, strict=True):
+        assert torch.equal(mine.tensor, theirs.tensor)
+    monkeypatch.setattr(torch.Tensor, "copy_", fails)
+    with pytest.raises(TransferError, match="copy job 2"):
+        copies.transfer_first([(2, (cpu, gpu))])
+
+
+def fails(*args: object) -> None:
+    raise RuntimeError("out of memory")
 
 
 @pytest.mark.parametrize("way", ["one by one", "batched", "by kernel"])

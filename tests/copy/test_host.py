@@ -9,6 +9,7 @@ import pytest
 
 from tests.copy import kv
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.copy.contract import TransferError
 from tiering.copy.host import Direction, HostCopyHandler
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
@@ -117,6 +118,30 @@ def test_a_copy_of_several_transfers_that_raises_fails_them_all() -> None:
     handler.wait([1, 2])
     assert [(result.job_id, result.success) for result in handler.get_finished()] == [(1, False), (2, False)]
     handler.shutdown()
+
+
+def test_what_a_step_needs_is_copied_in_its_own_thread() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    rows[:, : layout.row_bytes] = np.arange(len(rows), dtype=np.uint8)[:, None]
+    handler = Blocked(cache, rows, layout, Direction.LOAD)
+    handler.gate.set()
+    handler.transfer_first([(1, spec(7, 3)[::-1]), (2, spec(4, 5)[::-1])])
+    assert handler.thread is threading.main_thread()
+    assert [set(kv.gpu_block(cache, 0, block)) for block in (7, 4)] == [{3}, {5}]
+    results = handler.get_finished()
+    assert [(result.job_id, result.success, result.transfer_size) for result in results] == [
+        (1, True, layout.row_bytes),
+        (2, True, layout.row_bytes),
+    ]
+    assert all(result.transfer_time is not None for result in results)
+    assert handler.get_finished() == []
+    with pytest.raises(TransferError):
+        handler.transfer_first([(3, spec(7, 10**6)[::-1])])
+    handler.shutdown()
+    with pytest.raises(TransferError, match="shut down"):
+        handler.transfer_first([(4, spec(7, 3)[::-1])])
 
 
 def test_loads_do_not_wait_behind_stores() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tests.copy import kv
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.copy.contract import TransferError
+from tiering.copy.layout import GroupPages, RowLayout, plan_pages
 from tiering.errors import ConfigError
 
 

@@ -37,6 +37,7 @@ NOT_SHOWN = {
     "kv_tiering_snapshots_dropped_total": "for routers",
     "kv_tiering_snapshots_restored_total": "for routers",
     "kv_tiering_loads_total": "tokens and bytes are shown",
+    "kv_tiering_loads_within_step_total": "tokens and bytes are shown",
     "kv_tiering_stores_total": "bytes are shown",
     "kv_tiering_engine_connections": "one per tier of a running engine",
     "kv_tiering_engine_rows": "fixed",

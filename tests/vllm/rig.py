@@ -202,8 +202,19 @@ class Engine:
         return self.sources == (tokens if asks else {})
 
     @contextmanager
-    def loads_through(self, replace: Callable[[OffloadingHandler], Handler]) -> Iterator[Handler]:
-        """Put another handler in front of the one that loads."""
+    def loads_through(
+        self, replace: Callable[[OffloadingHandler], Handler], *, within_steps: bool = False
+    ) -> Iterator[Handler]:
+        """Put another handler in front of the one that loads.
+
+        Args:
+            within_steps: True: requests may be computed in the step that loads for them, where no load may fail;
+                False (default): they wait for their loads.
+        """
+        loads = getattr(getattr(self.connector.scheduler_half, "loads", None), "step_loads", None)
+        before = loads is not None and loads.is_possible
+        if loads is not None:
+            loads.is_possible = before and within_steps
         copies = self.worker.worker_half.copies
         real = copies.handlers[CPULoadStoreSpec, GPULoadStoreSpec]
         copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, replacement := replace(real))
@@ -212,6 +223,8 @@ class Engine:
         finally:
             self.settle()
             copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, real)
+            if loads is not None:
+                loads.is_possible = before
 
     def watch(self) -> None:
         report, build = self.worker.get_kv_connector_stats, self.connector.build_connector_meta

@@ -59,6 +59,11 @@ class EngineConfig:
     """True if the engine's own prefix cache on the GPU is on."""
     max_batch_tokens: int = 8192
     """Largest number of tokens that the engine schedules in one step."""
+    loads_within_step: bool = False
+    """True if the engine may compute a request in the step that orders its load, behind the load.
+
+    Its cache then has the names of the blocks from their allocation on, as those of blocks that the step computes.
+    """
     engine_id: str = ""
     """Name of the shared memory between scheduler and workers; empty if the engine is a single process."""
 

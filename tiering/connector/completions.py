@@ -94,7 +94,7 @@ class Completions:
         loads = [job for job in done if job.load is not None]
         for job in loads:
             self._release(job)
-            self._loads.ended(job)
+            self._loads.ended(job, 0.0 if report is None else report.load_seconds.get(job.job_id, 0.0))
             self._manager.complete_load(job.keys, job.ctx)
             if self.stores is not None and job.load is not None and not (job.failed or job.orphan):
                 self._loaded(job.load, job.keys, self.stores)

@@ -35,6 +35,11 @@ class SchedulerCounters:
     hit_blocks: int = 0
     """Those of ``queried_blocks`` that the primary tier held without a promotion: its ``hits``."""
     loads: int = counter("loads", "Loads from the CPU tier to the GPU that were ordered", "One per hit of a request.")
+    loads_within_step: int = counter(
+        "loads",
+        "Loads from the CPU tier to the GPU that ran within the step of their request",
+        "Small hits. A part of `loads`; none if the model's copies take more than a millisecond for each hit.",
+    )
     loads_failed: int = counter(
         "loads",
         "Loads from the CPU tier to the GPU that failed",

@@ -101,7 +101,7 @@ class SchedulerHalf(ABC, Generic[State]):
 
     @counts_seconds
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded for a request, and True if they are loaded asynchronously.
+        """Return how many tokens can be loaded for a request, and True if the request waits for them.
 
         Repeated calls change no state, but the result may change as blocks come and go. The result may cover the full
         prompt: the engine then recomputes the last token by itself.
@@ -111,8 +111,9 @@ class SchedulerHalf(ABC, Generic[State]):
             num_computed_tokens: leading tokens that the engine's own prefix cache holds.
 
         Returns:
-            The number of tokens beyond ``num_computed_tokens``, and True if that number is not 0. (None, False) if the
-                result is not known yet: call again at a later step.
+            The number of tokens beyond ``num_computed_tokens``, and True if the load is asynchronous. With False, the
+                step that schedules the request has the load in front of its model. (None, False) if the result is not
+                known yet: call again at a later step.
         """
         state = self.states.get(request.request_id) or self._admit(request)
         if state.open_question is not None:
@@ -150,7 +151,7 @@ class SchedulerHalf(ABC, Generic[State]):
     @counts_seconds
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: AllocatedBlocks, num_external_tokens: int
-    ) -> None:
+    ) -> int:
         """Record the blocks that were allocated to a request, and queue a load into them.
 
         Engines call this method twice for an asynchronous load: with the number of tokens, and with 0 when the request
@@ -160,20 +161,26 @@ class SchedulerHalf(ABC, Generic[State]):
             request: the request.
             blocks: all GPU blocks of the request.
             num_external_tokens: tokens to load; 0: none.
+
+        Returns:
+            The number of tokens that the request waits for.
         """
         state = self.states.get(request.request_id) or self._admit(request)
+        awaited = 0 if state.match is not None and state.match.is_within_step else num_external_tokens
         self._tables.allocated(state, blocks.get_block_ids())
         if num_external_tokens > 0:
             state.filled_tokens += num_external_tokens
             hits = min(state.asked_blocks, self._load(state, num_external_tokens))
             self._counters.loads += 1
+            self._counters.loads_within_step += not awaited
             self._counters.hit_tokens += num_external_tokens
             self._counters.hit_blocks += hits
             state.asked_blocks -= hits
-            state.match = None
+        state.match = None
         self._missed_blocks += state.asked_blocks
         state.asked_blocks = 0
         self._allocated(state)
+        return awaited
 
     @counts_seconds
     def request_finished(
@@ -266,10 +273,14 @@ class SchedulerHalf(ABC, Generic[State]):
 
     def _offer(self, state: State, computed: int, hit: Hit) -> tuple[int | None, bool]:
         """Return the answer to a match."""
+        return self._answer(state, computed, hit)
+
+    def _answer(self, state: State, computed: int, hit: Hit, *, is_within_step: bool = False) -> tuple[int, bool]:
+        """Return the answer to a match whose search has ended."""
         if hit.tokens <= computed:
             return NO_TOKENS
-        state.match = Match(computed, hit.tokens)
-        return hit.tokens - computed, True
+        state.match = Match(computed, hit.tokens, is_within_step)
+        return hit.tokens - computed, not is_within_step
 
     @abstractmethod
     def _load(self, state: State, external_tokens: int) -> int:

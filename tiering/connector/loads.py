@@ -17,7 +17,9 @@ from tiering.connector.hits import HitSearch
 from tiering.connector.jobs import BlockFences, Job, JobTable, LoadTarget
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
-from tiering.errors import ConfigError, NotReadableError
+from tiering.connector.step_loads import StepLoads
+from tiering.connector.tracked import Match
+from tiering.errors import ConfigError, NotReadableError, TieringError
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -56,8 +58,12 @@ class LoadPlanner:
         search: determines the blocks that a hit needs.
         jobs: the connector's jobs, shared with the store planner.
         fences: fences of the GPU blocks, shared with the store planner.
-        longest_wait: total time in seconds that a request may wait for loads of others; 0: no request waits.
+        spec: configuration of the engine; ``sharer_wait`` in its ``extra_config`` is the total time that a request
+            may wait for loads of others.
         clock: returns monotonic seconds.
+
+    Raises:
+        ConfigError: ``sharer_wait`` is not a duration, or is negative.
     """
 
     def __init__(
@@ -67,7 +73,7 @@ class LoadPlanner:
         search: HitSearch,
         jobs: JobTable,
         fences: BlockFences,
-        longest_wait: float,
+        spec: OffloadingSpec,
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
@@ -75,7 +81,7 @@ class LoadPlanner:
         self._search = search
         self._jobs = jobs
         self._fences = fences
-        self._longest_wait = longest_wait
+        self._longest_wait = sharer_wait(spec)
         self._clock = clock
         self._loading: dict[OffloadKey, int] = {}
         """Key of each block that is being loaded, and the id of the last job that loads the block."""
@@ -88,6 +94,10 @@ class LoadPlanner:
         self._unfilled: set[int] = set()
         """GPU blocks that no load fills and that the workers have not reported yet."""
         self._orders: dict[ReqId, TransferOrder] = {}
+        self._within_step: dict[ReqId, TransferOrder] = {}
+        """Orders of the loads that the step needs."""
+        self.step_loads = StepLoads(groups, manager, search, spec.engine)
+        """The choice of the loads that run within the step."""
         self.shrunk_hits = 0
         """Number of hits that had lost blocks before they were loaded, since the start."""
         self.sharer_waits = 0
@@ -137,14 +147,20 @@ class LoadPlanner:
 
         Returns:
             The keys of the hit's blocks in the group that measures it.
+
+        Raises:
+            TieringError: a load within the step has lost blocks since the match, which the step computes with. Nothing
+                comes between the two calls that could take blocks away.
         """
-        computed = state.match.computed if state.match is not None else 0
+        computed, _, is_within_step = state.match or Match(0, 0)
         end = computed + external_tokens
         tails = self._search.tails.keys(state, end) if self._search.tails is not None else []
         parts = [self._part(state, group, computed, end, tails) for group in self._groups]
         keys = list(chain.from_iterable(part.keys for part in parts))
         measured = parts[self._search.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
+        if is_within_step and (source is None or held < len(keys)):
+            raise TieringError(f"{held} of {len(keys)} blocks that a step needs could be pinned; the step must not run")
         if tails and source is not None:
             self._manager.touch(tails, state.ctx)
         invalid = list(chain.from_iterable(part.block_ids for part in parts))
@@ -157,7 +173,7 @@ class LoadPlanner:
                 keys, invalid = keys[:held], part.block_ids[kept:]
             else:
                 invalid = []
-            self._queue(state, source, keys, parts, computed)
+            self._queue(state, source, keys, parts, computed, is_within_step=is_within_step)
             if not state.request_level:
                 for group, group_state in zip(self._groups, state.groups, strict=True):
                     group_state.cursor = max(group_state.cursor, end // group.offloaded_block_size)
@@ -173,20 +189,22 @@ class LoadPlanner:
             )
         return measured
 
-    def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]]]:
-        """Return the load orders of this step, and the blocks that no load fills, both by request.
+    def take(self) -> tuple[dict[ReqId, TransferOrder], dict[ReqId, list[int]], dict[ReqId, TransferOrder]]:
+        """Return the loads of this step, by request.
 
-        The blocks of the orders are fenced from now on.
+        These are the orders of loads that requests wait for, the blocks that no load fills, and the orders of loads
+        that the step needs. The blocks of the orders are fenced from now on.
         """
         if not self.has_orders:
-            return {}, {}
+            return {}, {}, {}
         self.has_orders = False
         for job, block_ids in self._queued:
             self._fences.fence(job.job_id, as_rows(block_ids), writes=True)
-        orders, failed = self._orders, self._failed
+        orders, failed, within_step = self._orders, self._failed, self._within_step
+        self.step_loads.end_step()
         self._unfilled.update(chain.from_iterable(failed.values()))
-        self._queued, self._orders, self._failed = [], {}, {}
-        return orders, failed
+        self._queued, self._orders, self._failed, self._within_step = [], {}, {}, {}
+        return orders, failed, within_step
 
     def take_foreign(self, invalid: Collection[int]) -> set[int]:
         """Return the blocks of ``invalid`` that loads of other connectors did not fill.
@@ -198,8 +216,15 @@ class LoadPlanner:
         self._unfilled.difference_update(invalid)
         return foreign
 
-    def ended(self, job: Job) -> None:
-        """Forget the keys that ``job`` was loading."""
+    def ended(self, job: Job, seconds: float) -> None:
+        """Forget the keys that ``job`` was loading.
+
+        Args:
+            job: the load.
+            seconds: time that the copy took; 0: not known.
+        """
+        if seconds:
+            self.step_loads.measure(len(job.keys), seconds)
         loading = self._loading
         for key in [
             key for key, job_id in zip(job.keys, map(loading.get, job.keys), strict=True) if job_id == job.job_id
@@ -255,7 +280,14 @@ class LoadPlanner:
             return None, 0
 
     def _queue(
-        self, state: RequestState, source: LoadStoreSpec, keys: list[OffloadKey], parts: Sequence[_Part], computed: int
+        self,
+        state: RequestState,
+        source: LoadStoreSpec,
+        keys: list[OffloadKey],
+        parts: Sequence[_Part],
+        computed: int,
+        *,
+        is_within_step: bool,
     ) -> None:
         """Open the job of a load, and queue its transfer order."""
         block_ids = list(chain.from_iterable(part.block_ids for part in parts))
@@ -269,13 +301,17 @@ class LoadPlanner:
             block_ids=block_ids if single else [],
         )
         job = self._jobs.open(state.ctx, keys, target)
-        self._loading.update(zip(keys, repeat(job.job_id)))
+        if is_within_step:  # whoever shares these blocks finds them in the engine's cache from now on
+            self.step_loads.add(len(keys))
+        else:
+            self._loading.update(zip(keys, repeat(job.job_id)))
         self._queued.append((job, block_ids))
         self.has_orders = True
         destination = GPULoadStoreSpec(
             block_ids, [len(part.block_ids) for part in parts], [part.first for part in parts]
         )
-        self._orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))
+        orders = self._within_step if is_within_step else self._orders
+        orders[state.ctx.req_id] = TransferOrder(job.job_id, (source, destination))
 
 
 def sharer_wait(spec: OffloadingSpec) -> float:

@@ -28,7 +28,9 @@ class OffloadingConnectorMetadata:
     """Message from the scheduler half to the worker half, once per step."""
 
     reqs_to_load: dict[ReqId, TransferOrder] = field(default_factory=dict)
-    """Load order of each request that loads in this step."""
+    """Load order of each request that loads beside this step, and waits for its load."""
+    loads_within_step: dict[ReqId, TransferOrder] = field(default_factory=dict)
+    """Load order of each request that this step computes with what it loads."""
     reqs_to_store: dict[ReqId, TransferOrder] = field(default_factory=dict)
     """Store order of each request that stores in this step."""
     states_to_store: dict[ReqId, TransferOrder] = field(default_factory=dict)
@@ -92,10 +94,14 @@ class OffloadingWorkerMetadata:
     """Ids of the jobs that failed on any worker."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
+    load_seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds that loads took on the slowest worker, by job id, as far as they are known."""
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
         add_report(self, other)
+        for job_id, seconds in other.load_seconds.items():
+            self.load_seconds[job_id] = max(seconds, self.load_seconds.get(job_id, 0.0))
         return self
 
     def is_empty(self) -> bool:

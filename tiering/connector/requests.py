@@ -153,7 +153,10 @@ class FencedTables(BlockTables[RequestState]):
 
     def allocated(self, state: RequestState, block_ids: BlockIds) -> None:
         super().allocated(state, block_ids)
-        self._allocated.append(state)
+        if state.match is not None and state.match.is_within_step:
+            self._take_unfilled(block_ids, state.match.computed)
+        else:
+            self._allocated.append(state)
 
     def take(self, output: SchedulerOutput) -> list[int]:
         """Process the schedule of the next step; return all GPU blocks that the step newly allocates.

@@ -43,7 +43,7 @@ from tiering.connector.handed_states import HandedStates
 from tiering.connector.hints import FollowedHints
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
-from tiering.connector.loads import LoadPlanner, sharer_wait
+from tiering.connector.loads import LoadPlanner
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.metrics import CACHED, MISSES
 from tiering.connector.misses import Misses
@@ -84,7 +84,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         groups, engine = build_groups(spec), spec.engine
-        longest_wait = sharer_wait(spec)
         self._spec = spec
         self.manager = spec.get_manager()
         """Manager of the tiers."""
@@ -101,7 +100,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self.fences = BlockFences()
         """Fences on the GPU blocks that jobs use."""
         self._pool: EngineBlockPool | None = None
-        self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, longest_wait, clock)
+        self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, spec, clock)
         """Planner of loads."""
         self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
         states, tails = any(group.is_state for group in groups), search.tails
@@ -263,8 +262,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._prefill.built(scheduler_output)
         metadata = NOTHING_TO_DO
         if ordered is not None or stores or flush or states:
-            loads, failed_loads = ordered or ({}, {})
-            metadata = OffloadingConnectorMetadata(loads, stores, states, flush, failed_loads)
+            loads, failed_loads, within_step = ordered or ({}, {}, {})
+            metadata = OffloadingConnectorMetadata(loads, within_step, stores, states, flush, failed_loads)
         self._counters.scheduler_seconds += perf_counter() - began
         return metadata
 
@@ -464,7 +463,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             return ASK_AGAIN
         if hit.tokens > computed and self.loads.holds_up(state, computed, hit.tokens):
             return ASK_AGAIN
-        return super()._offer(state, computed, hit)
+        fits = hit.tokens > computed and self.loads.step_loads.fits(state, computed, hit.tokens)
+        return self._answer(state, computed, hit, is_within_step=fits)
 
     def _load(self, state: RequestState, external_tokens: int) -> int:
         is_first = self._cached is not None and state.cached is None

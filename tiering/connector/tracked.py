@@ -86,6 +86,8 @@ class Match(NamedTuple):
     """Tokens that were computed when the hit was matched; the hit begins after them."""
     end: int
     """End of the hit in tokens."""
+    is_within_step: bool = False
+    """True if the hit is loaded within the step in which it was found; False (default): beside it."""
 
 
 @dataclass(slots=True, eq=False)

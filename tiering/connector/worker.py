@@ -8,7 +8,7 @@ same calls, so that deferred stores start.
 The stores of a step are queued. They start with the next step, before its forward pass and behind all work of their own
 step. They therefore neither delay the tokens of their step nor wait for those of the next one. Their blocks are fenced
 until the stores end. If a step reuses such a block, the scheduler half names the job in ``jobs_to_flush``. All stores
-of a step are one submission to the device, and all loads another.
+of a step are one submission to the device, and all loads another, but for those that the step itself needs.
 
 An engine that writes to newly allocated blocks before it calls ``handle_preemptions`` (to zero them, for example) must
 set ``writes_early``. The stores of a step then start within the step, and all later computation is ordered after them.
@@ -31,7 +31,7 @@ from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, ReqId, TransferOrder
 from tiering.connector.stats import OffloadingConnectorStats
 from tiering.copy.canonical import LayerCache, canonicalize, canonicalize_cross_layers
-from tiering.copy.contract import OffloadingWorker, TransferResult
+from tiering.copy.contract import OffloadingWorker, TransferError, TransferResult
 from tiering.copy.handlers import HandlerEntry
 from tiering.errors import ConfigError
 
@@ -49,6 +49,8 @@ class _Job:
     """Id of the request."""
     load: TransferOrder | None
     """The order of a load; None for a store."""
+    is_within_step: bool = False
+    """True for a load that the step which orders it needs."""
 
 
 class WorkerHalf:
@@ -99,7 +101,16 @@ class WorkerHalf:
         self.copies.wait(self._jobs.keys())
 
     def _start_loads(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start the loads of a step."""
+        """Start the loads of a step, those first that the step needs.
+
+        Raises:
+            TransferError: the step cannot get a load that it needs. No such step may run: its requests would be
+                computed with whatever their blocks hold.
+        """
+        if metadata.loads_within_step:
+            orders = metadata.loads_within_step
+            self._jobs |= {order.job_id: _Job(req_id, order, is_within_step=True) for req_id, order in orders.items()}
+            self.copies.transfer_first([(order.job_id, order.spec) for order in orders.values()])
         for req_id, block_ids in metadata.failed_loads.items():
             if req_id in metadata.reqs_to_load:
                 self._unfilled_with_load.setdefault(req_id, []).extend(block_ids)
@@ -174,6 +185,8 @@ class WorkerHalf:
             self._report.finished[result.job_id] = 1
             if not result.success:
                 self._report.failed.add(result.job_id)
+            elif job.load is not None and result.transfer_time:
+                self._report.load_seconds[result.job_id] = result.transfer_time
         if result.success:
             self._stats.record_transfer(result.transfer_size, result.transfer_time, result.transfer_type)
         else:
@@ -183,7 +196,9 @@ class WorkerHalf:
                 "store" if job.load is None else "load",
                 shown_name(job.req_id),
             )
-        if job.load is None:
+        if job.is_within_step and not result.success:
+            raise TransferError(f"copy job {result.job_id} failed, and the step has computed without what it loads")
+        if job.load is None or job.is_within_step:
             return
         if not result.success:
             self._unfilled.update(_gpu_blocks(job.load))
@@ -280,7 +295,7 @@ class OffloadingConnectorWorker(WorkerHalf):
             self.copies.wait(metadata.jobs_to_flush)
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start this step's loads.
+        """Start this step's loads; those that the step needs are in front of all later work of the engine.
 
         Stores of the previous step start before them, if the engine did not call :meth:`handle_preemptions`. A second
         call with the same metadata starts no loads.

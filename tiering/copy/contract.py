@@ -7,9 +7,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tiering.api.transfer import LoadStoreSpec, TransferSpec
+from tiering.errors import TieringError
 
 TransferType = tuple[str, str]
 """("gpu", "cpu") or ("cpu", "gpu")."""
+
+
+class TransferError(TieringError):
+    """A transfer that does not fit the KV cache or the rows, or that must not fail and cannot be made."""
 
 
 class TransferResult(NamedTuple):
@@ -47,6 +52,21 @@ class OffloadingHandler(ABC):
             The ids of the transfers that could not be started.
         """
         return [job_id for job_id, spec in jobs if not self.transfer_async(job_id, spec)]
+
+    def transfer_first(self, jobs: Sequence[tuple[int, TransferSpec]]) -> None:
+        """Run transfers before all later work of the engine, which cannot do without them.
+
+        Their results are returned later, as those of other transfers.
+
+        Args:
+            jobs: job id and transfer of each.
+
+        Raises:
+            TransferError: a transfer cannot be made.
+        """
+        if refused := self.transfer_all_async(jobs):
+            raise TransferError(f"copy jobs {refused}, which the step needs, could not be started")
+        self.order_before_compute([job_id for job_id, _ in jobs])
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
@@ -87,17 +107,30 @@ class OffloadingWorker:
             The ids of the transfers that could not be started.
         """
         refused = []
-        by_handler: dict[OffloadingHandler, list[tuple[int, TransferSpec]]] = {}
-        for job_id, spec in jobs:
-            source, destination = spec
-            handler = self.handlers.get((type(source), type(destination)))
-            if handler is None:
-                refused.append(job_id)
-            else:
-                by_handler.setdefault(handler, []).append((job_id, spec))
-        for handler, part in by_handler.items():
-            refused += handler.transfer_all_async(part)
+        for handler, part in self._by_handler(jobs).items():
+            refused += [job_id for job_id, _ in part] if handler is None else handler.transfer_all_async(part)
         return refused
+
+    def _by_handler(
+        self, jobs: Sequence[tuple[int, TransferSpec]]
+    ) -> dict[OffloadingHandler | None, list[tuple[int, TransferSpec]]]:
+        """Return the transfers by their handler; None: there is none."""
+        by_handler: dict[OffloadingHandler | None, list[tuple[int, TransferSpec]]] = {}
+        for job_id, spec in jobs:
+            handler = self.handlers.get((type(spec[0]), type(spec[1])))
+            by_handler.setdefault(handler, []).append((job_id, spec))
+        return by_handler
+
+    def transfer_first(self, jobs: Sequence[tuple[int, TransferSpec]]) -> None:
+        """Run transfers before all later work of the engine; see :meth:`OffloadingHandler.transfer_first`.
+
+        Raises:
+            TransferError: a transfer cannot be made.
+        """
+        for handler, part in self._by_handler(jobs).items():
+            if handler is None:
+                raise TransferError(f"there are no copies for the copy jobs {[job_id for job_id, _ in part]}")
+            handler.transfer_first(part)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers of all handlers that have ended since the last call."""

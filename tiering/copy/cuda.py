@@ -19,7 +19,6 @@ the engine registers its KV cache, so that a lack of device memory shows at star
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from tiering.api.engine import CanonicalKVCaches
 from tiering.copy.batch import BatchCopy, BatchCopyError
-from tiering.copy.contract import TransferResult
+from tiering.copy.contract import TransferError, TransferResult
 from tiering.copy.cudart import Event, Stream
 from tiering.copy.host import Direction, PlannedHandler, blocks_per_group, check_rows
 from tiering.copy.layout import GroupPages, RowLayout
@@ -125,7 +124,6 @@ class CudaCopyHandler(PlannedHandler):
         self._freed: list[Event | None] = [None, None]
         self._turn = 0
         self._running: dict[int, _Running] = {}
-        self._instant: deque[TransferResult] = deque()
         rows.acquire(self._device)
         self._open = True
 
@@ -170,6 +168,35 @@ class CudaCopyHandler(PlannedHandler):
                 self._settle()  # the submitted part must not touch a row that is given to another block
                 refused += [order.job_id for order in part]
         return refused
+
+    def _run_first(self, orders: list[Order]) -> None:
+        """Submit the orders, and let the engine's stream wait; copy page by page what could not be submitted."""
+        refused = set(self._start_all(orders))
+        for order in orders:
+            if order.job_id in refused:
+                self._move_pages(order)
+        self.order_before_compute([order.job_id for order in orders])
+
+    def _move_pages(self, order: Order) -> None:
+        """Copy the pages of a load on the engine's stream, without memory on the device, and wait for them.
+
+        Raises:
+            TransferError: the device does not copy.
+        """
+        layout, rows = self._layout, self._rows
+        try:
+            for group, *places in order.plan:
+                pages = list(
+                    zip(self._groups[group].caches, layout.page_offsets[group], layout.page_bytes[group], strict=True)
+                )
+                for gpu, row, sub in zip(*(array.tolist() for array in places), strict=True):
+                    start = row * rows.stride + sub * layout.block_strides[group]
+                    for cache, offset, size in pages:
+                        own = rows.bytes[start + offset : start + offset + size]
+                        cache[gpu, :size].view(torch.uint8).copy_(own)
+        except RuntimeError as error:
+            raise TransferError(f"copy job {order.job_id}, which the step needs, failed: {error}") from error
+        self._instant.append(TransferResult(order.job_id, True, order.size, transfer_type=self._direction.value))
 
     def _submit_or_retry(self, orders: list[Order]) -> None:
         """Submit the orders; if the driver refuses a batched copy, queue single copies from now on."""
@@ -297,8 +324,7 @@ class CudaCopyHandler(PlannedHandler):
     # ---------------------------------------------------------------------------------------------------------- results
 
     def get_finished(self) -> list[TransferResult]:
-        results = list(self._instant)
-        self._instant.clear()
+        results = self._take_instant()
         for job_id, job in list(self._running.items()):
             try:
                 if not job.mark.end.query():  # type: ignore[no-untyped-call]

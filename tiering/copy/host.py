@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, TransferSpec
-from tiering.copy.contract import OffloadingHandler, TransferResult
-from tiering.copy.layout import GroupPages, RowLayout, TransferError, plan_pages
+from tiering.copy.contract import OffloadingHandler, TransferError, TransferResult
+from tiering.copy.layout import GroupPages, RowLayout, plan_pages
 from tiering.copy.submission import Order, joined
 from tiering.errors import ConfigError
 
@@ -78,11 +78,21 @@ class PlannedHandler(OffloadingHandler):
         self._num_blocks = num_blocks
         self._num_rows = num_rows
         self._running: dict[int, Any] = {}
+        self._instant: list[TransferResult] = []
+        """Results of transfers that have ended and were not reported."""
         self._open = True
 
     @abstractmethod
     def _start_all(self, orders: list[Order]) -> list[int]:
         """Start transfers, and return the ids of those that could not be started."""
+
+    @abstractmethod
+    def _run_first(self, orders: list[Order]) -> None:
+        """Run transfers before all later work of the engine.
+
+        Raises:
+            TransferError: a transfer cannot be made.
+        """
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         return not self.transfer_all_async([(job_id, spec)])
@@ -92,20 +102,30 @@ class PlannedHandler(OffloadingHandler):
         orders: dict[int, Order] = {}
         for job_id, spec in jobs:
             try:
-                if not self._open or job_id in orders or job_id in self._running:
-                    raise TransferError("it is running already" if self._open else "copies are shut down")
+                if job_id in orders or job_id in self._running:
+                    raise TransferError("it is running already")
                 orders[job_id] = self._order(job_id, spec)
             except TransferError as error:
                 logger.error("copy job %d could not be started: %s", job_id, error)
                 refused.append(job_id)
         return refused + self._start_all(list(orders.values()))
 
+    def transfer_first(self, jobs: Sequence[tuple[int, TransferSpec]]) -> None:
+        self._run_first([self._order(job_id, spec) for job_id, spec in jobs])
+
+    def _take_instant(self) -> list[TransferResult]:
+        results, self._instant = self._instant, []
+        return results
+
     def _order(self, job_id: int, spec: TransferSpec) -> Order:
         """Return the checked transfer.
 
         Raises:
-            TransferError: ``spec`` goes in another direction, or names blocks or rows that do not exist.
+            TransferError: copies are shut down, or ``spec`` goes in another direction, or it names blocks or rows that
+                do not exist.
         """
+        if not self._open:
+            raise TransferError("copies are shut down")
         store = self._direction is Direction.STORE
         gpu, cpu = spec if store else spec[::-1]
         if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
@@ -254,6 +274,14 @@ class HostCopyHandler(PlannedHandler):
             self._running[order.job_id] = batch
         return True
 
+    def _run_first(self, orders: list[Order]) -> None:
+        """Copy in the caller's thread; it would only wait for another one."""
+        kind = self._direction.value
+        for order in orders:
+            began = time.monotonic()
+            seconds = self._copy((layer, pages) for pages in order.plan for layer in self._layers[pages.group]) - began
+            self._instant.append(TransferResult(order.job_id, True, order.size, seconds, kind))
+
     def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
         store = self._direction is Direction.STORE
         for layer, pages in work:
@@ -266,7 +294,7 @@ class HostCopyHandler(PlannedHandler):
         return time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:
-        results: list[TransferResult] = []
+        results = self._take_instant()
         for batch in dict.fromkeys(self._running.values()):
             if all(part.done() for part in batch.parts):
                 results += self._results(batch)

@@ -21,12 +21,9 @@ import numpy as np
 
 from tiering.api.engine import CanonicalKVCaches
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, Rows
-from tiering.errors import ConfigError, TieringError
+from tiering.copy.contract import TransferError
+from tiering.errors import ConfigError
 from tiering.primary.memory.region import row_stride
-
-
-class TransferError(TieringError):
-    """A transfer that does not fit the KV cache or the rows; no byte of the transfer was moved."""
 
 
 @dataclass(frozen=True)

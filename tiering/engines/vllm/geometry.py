@@ -84,6 +84,7 @@ def read_geometry(
         world_size=world_size,
         enable_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        loads_within_step=True,
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
     stages = stages or (kv_cache_config,)

@@ -82,8 +82,8 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         half = self.scheduler_half or self._no_scheduler()
         if self._kept is not None:
             blocks = self._kept.blocks(blocks)
-        half.update_state_after_alloc(request, blocks, num_external_tokens)
-        self._waits.allocated(request, num_external_tokens)
+        awaited = half.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._waits.allocated(request, awaited)
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata | SimpleCPUOffloadMetadata:
         half = self.scheduler_half or self._no_scheduler()

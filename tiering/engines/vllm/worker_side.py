@@ -104,7 +104,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         (self.worker_half or self._no_worker()).start_kv_transfers(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no request is scheduled before its whole load has ended."""
+        """Do nothing: no request is computed before its whole load has ended, or is in front of the model."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: whole blocks are stored, from the next step on."""
