@@ -31,6 +31,7 @@ from tiering.copy.handlers import make_handlers
 from tiering.copy.layout import RowLayout
 from tiering.copy.near import share_of
 from tiering.errors import ConfigError, RegionError
+from tiering.machine.options import PEERS_TYPE
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.memory.prefault import Share
 from tiering.primary.memory.region import SharedRegion, row_stride
@@ -236,7 +237,9 @@ def _explaining(stack: StackConfig, block_bytes: int) -> MissExplaining | None:
     if options is None:
         return None
     capacities = {PRIMARY_TIER: stack.primary.capacity // row_stride(block_bytes)}
-    capacities |= {tier.tier_name: (tier.capacity_bytes or 0) // block_bytes for tier in stack.secondary}
+    # Other engines' rows take no stores, and what leaves them is their engines' decision: no cause names them.
+    stores = [tier for tier in stack.secondary if tier.type != PEERS_TYPE]
+    capacities |= {tier.tier_name: (tier.capacity_bytes or 0) // block_bytes for tier in stores}
     socket = None if options.socket is None else Path(options.socket).expanduser()
     return MissExplaining(capacities, options.blocks, options.requests, socket, block_bytes)
 

@@ -9,13 +9,14 @@ import yaml
 
 from tests.cli.runner import kv_tiering
 from tests.machine.hosts import service_in_thread
+from tiering.machine.peer_rows import PeerRows
 
 MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB"}
 
 
 def findings(tmp_path: Path, *tiers: str) -> tuple[int, dict[str, dict[str, str]]]:
     stack = tmp_path / "engine.yaml"
-    machine = {"socket": str(tmp_path / "cache.sock"), "tiers": list(tiers)}
+    machine = {"socket": str(tmp_path / "cache.sock"), "tiers": list(tiers), "keep_rows": "peers" in tiers}
     stack.write_text(yaml.safe_dump({"primary": {"capacity": "64MiB"}, "machine": machine}))
     done = kv_tiering("check", stack, "--json", "--block-bytes", "64KiB")
     return done.code, {
@@ -30,6 +31,13 @@ def test_a_service_that_answers_is_checked_by_name(tmp_path: Path) -> None:
     assert found["local"]["severity"] == "ok"
     assert found["s3"]["severity"] == "error"
     assert "has no tier s3; it has local" in found["s3"]["text"]
+
+
+def test_other_engines_rows_are_checked_as_a_tier(tmp_path: Path) -> None:
+    with service_in_thread(tmp_path / "cache.sock", MEMORY, peers=PeerRows):
+        code, found = findings(tmp_path, "peers", "local")
+    assert code == 0
+    assert found["peers"]["severity"] == "ok"
 
 
 def test_a_service_that_is_away_is_a_warning(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from tiering import load_stack
 from tiering.config.stack import make_rows
 from tiering.errors import RegionError
 from tiering.machine.claim import KeptRegion
-from tiering.machine.regions import Region, Regions, RowsClaim
+from tiering.machine.region import Region, RowsClaim
+from tiering.machine.regions import Regions
 from tiering.machine.service import MachineService
 from tiering.primary.memory.region import MARK_BYTES, SharedRegion
 from tiering.runtime.pool import ThreadPool

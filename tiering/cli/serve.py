@@ -21,7 +21,8 @@ from tiering.config.io_process import builders
 from tiering.config.problems import Problem, refuse
 from tiering.config.stack_file import StackConfig
 from tiering.errors import TieringError
-from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS
+from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS, PEERS_TIER
+from tiering.machine.peer_rows import PeerRows
 from tiering.machine.service import MachineService
 
 _ENGINES: Sequence[str] = (
@@ -76,7 +77,7 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
     guard_logs()
     service = MachineService(
         path.absolute(),
-        builders(config.secondary),
+        {PEERS_TIER: PeerRows, **builders(config.secondary)},
         most_bytes=config.primary.capacity,
         shutdown_seconds=config.shutdown_deadline,
         keep_seconds=keep_seconds,
@@ -113,6 +114,9 @@ def check_service(name: str, config: StackConfig) -> None:
     if not config.secondary or len(config.secondary) > MOST_TIERS:
         problems.append(Problem(("secondary",), f"must have 1 to {MOST_TIERS} tiers for the engines"))
     for index, tier in enumerate(config.secondary):
+        if tier.tier_name == PEERS_TIER:
+            text = f"{PEERS_TIER!r} is the name of the tier of the engines' rows; give this one another"
+            problems.append(Problem(("secondary", index, "name"), text))
         if config.machine is None and tier.type not in HOSTED_TYPES:
             text = f"a service cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
             problems.append(Problem(("secondary", index, "type"), text))

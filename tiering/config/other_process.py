@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tiering.api.keys import PRIMARY_TIER
 from tiering.config.problems import Problem, changed, repeated
-from tiering.machine.options import HOSTED_TYPES, MachineOptions
+from tiering.machine.options import HOSTED_TYPES, PEERS_TIER, MachineOptions
 from tiering.secondary.options import TierOptions
 
 _OF_THE_ENGINE = ("min_prefix_blocks", "load_or_compute")
@@ -51,6 +51,9 @@ def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Proble
         for index, name in enumerate(machine.tiers)
         if name == PRIMARY_TIER
     ]
+    if PEERS_TIER in machine.tiers and not machine.keep_rows:
+        text = f"must be true with {PEERS_TIER} in machine.tiers: engines that find others' rows let theirs be found"
+        problems.append(Problem(("machine", "keep_rows"), text))
     return problems
 
 

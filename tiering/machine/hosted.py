@@ -19,12 +19,11 @@ from xxhash import xxh3_128_digest
 
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.request import ReqContext
-from tiering.block_tier.tier import BlockTier
 from tiering.machine.engine_jobs import Copies, Engine, EngineJob, FairLoads, LoadPart, SharedRead, copied
 from tiering.machine.hosted_hints import HostedHints
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.state_reports import StateReports
-from tiering.machine.words import START, UNKNOWN_EPOCH, State, checked_weights, revision_of
+from tiering.machine.words import START, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierIntake, TransferJob
 from tiering.secondary.tier_stats import TierStats
@@ -106,6 +105,8 @@ class HostedTier:
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
         self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
         self._reports = StateReports()
+        self.pass_on: Callable[[EngineJob, Sequence[int]], Sequence[int]] = lambda _, positions: positions
+        """Lets other tiers load what this one could not; returns the positions that none holds."""
         self.hints = HostedHints(tier)
         """Hot keys, and the blocks that have left the tier."""
 
@@ -231,7 +232,7 @@ class HostedTier:
                     if other.engine is leaving:
                         self._end([(other, at, False)])
                     else:
-                        self._load(other, [at])
+                        self.load(other, [at])
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -260,7 +261,7 @@ class HostedTier:
         if not self.attached(engine):
             self._end([(job, position, False) for position in range(count)])
         elif job.is_load:
-            self._load(job, range(count))
+            self.load(job, range(count))
         else:
             admitted = self._intake.admit(job.keys, job.request, job.is_fill)
             positions = list(range(count)) if admitted is None else [int(position) for position in admitted]
@@ -270,7 +271,7 @@ class HostedTier:
             self._end([(job, position, False) for position in sorted(declined)])
             self._pump()
 
-    def _load(self, job: EngineJob, positions: Sequence[int]) -> None:
+    def load(self, job: EngineJob, positions: Sequence[int]) -> None:
         """Read the blocks that no engine is reading, and wait for the others."""
         mine: list[int] = []
         for position in positions:
@@ -352,6 +353,7 @@ class HostedTier:
         keys = [job.keys[position] for position in positions]
         good = set(keys if result.success else ()) if result.successful_keys is None else set(result.successful_keys)
         ended: list[tuple[EngineJob, int, bool]] = []
+        lacking: dict[EngineJob, list[int]] = {}
         copies: list[Copies] = []
         for position, key in zip(positions, keys, strict=True):
             done = key in good
@@ -363,8 +365,13 @@ class HostedTier:
             if done and followers:
                 # The first engine has its row back after the copies.
                 copies.append(Copies((job, position), followers, (digests or {}).get(key)))
+            elif done or not job.is_load:
+                ended.append((job, position, done))
             else:
-                ended += [(job, position, done), *((other, at, False) for other, at in followers)]
+                for other, at in ((job, position), *followers):
+                    lacking.setdefault(other, []).append(at)
+        for other, places in lacking.items():
+            ended += [(other, at, False) for at in self.pass_on(other, places)]
         self._end(ended)
         if copies:
             refused = copied(copies, lambda *_: False)
@@ -479,17 +486,6 @@ class HostedTier:
         """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""
         stores = sum(len(positions) for job, positions in self._stores if job.engine is engine)
         return stores, sum(asked is engine for asked, _, _ in self._lookups)
-
-    @property
-    def shared(self) -> bool:
-        """True if other machines use the medium, so that its common epochs count."""
-        return not isinstance(self.tier, BlockTier) or self.tier.index.shared
-
-    @property
-    def medium_epoch(self) -> str:
-        """The epoch that a shared tier is in, as text."""
-        namespace = self.tier.namespace if isinstance(self.tier, BlockTier) else None
-        return UNKNOWN_EPOCH if namespace is None else namespace.fingerprint.hex()
 
     @property
     def idle(self) -> bool:

@@ -85,6 +85,8 @@ class Kind(IntEnum):
     """Service: keys that the tier lacks and would store."""
     KEPT = 27
     """Service: verified blocks in the rows that an earlier process has left; the text has a word per row."""
+    COPIED = 30
+    """Service: keys of blocks that another engine has got from the engine's rows."""
     HOT = 28
     """Service: a run of published keys, the flag is the number of its engine; without keys: the end."""
     REMOVED = 29

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -11,12 +11,13 @@ from typing import Protocol
 from tiering.api.namespace import Namespace
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import TieringError
-from tiering.machine.engine_jobs import Engine
+from tiering.machine.engine_jobs import Engine, EngineJob
 from tiering.machine.hosted import HostedTier
 from tiering.machine.messages import MessageError
+from tiering.machine.peer_rows import PeerRows
 from tiering.machine.presence import PresenceTable
 from tiering.machine.rows import RowSpace
-from tiering.machine.words import START, revision_of
+from tiering.machine.words import START, UNKNOWN_EPOCH, revision_of
 from tiering.runtime.news import News
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.agreement import EpochAgreement
@@ -36,6 +37,24 @@ TierBuilder = Callable[[TierContext], SecondaryTierManager]
 def own_replica(namespace: Namespace) -> str:
     """Return the name of a replica that no other namespace has."""
     return namespace.directory[:16]
+
+
+def is_shared(tier: SecondaryTierManager) -> bool:
+    """Return True if other machines use the medium, so that its common epochs count."""
+    return tier.index.shared if isinstance(tier, BlockTier) else not isinstance(tier, PeerRows)
+
+
+def _epoch(tier: SecondaryTierManager) -> str:
+    """Return the epoch that a shared tier is in, as text."""
+    namespace = tier.namespace if isinstance(tier, BlockTier) else None
+    return UNKNOWN_EPOCH if namespace is None else namespace.fingerprint.hex()
+
+
+def _load_held(hosted: HostedTier, job: EngineJob, positions: Sequence[int], held: list[int]) -> None:
+    """Let a tier load those of some blocks that it holds, and note their positions in ``held``."""
+    held += [position for position in positions if hosted.tier.lookup(job.keys[position], job.request)]
+    if held:
+        hosted.load(job, held)
 
 
 class Member(Engine, Protocol):
@@ -126,7 +145,7 @@ class HostedNamespace:
                 )
                 tier = build(context)
                 undo.callback(tier.shutdown, self._clock())
-                if isinstance(tier, BlockTier) and not tier.index.shared:
+                if isinstance(tier, BlockTier | PeerRows) and not is_shared(tier):
                     self._note_blocks(name, tier)
                 state = START if private else weights
                 tiers[name] = HostedTier(
@@ -140,13 +159,15 @@ class HostedNamespace:
                     generation,
                 )
             for hosted in tiers.values():
+                if isinstance(hosted.tier, PeerRows):
+                    hosted.pass_on = self._pass_on
                 hosted.tier.open(self._clock() + _OPEN_SECONDS)
             undo.pop_all()
             self._news.enter_context(news.listening(self._wake))
         self.tiers = tiers
         self.broken.clear()
 
-    def _note_blocks(self, name: str, tier: BlockTier) -> None:
+    def _note_blocks(self, name: str, tier: BlockTier | PeerRows) -> None:
         """Let engines read the blocks of a new tier; the file is that of the tier of this name before it."""
         if name in self.presence:
             self.presence[name].clear()
@@ -178,7 +199,7 @@ class HostedNamespace:
 
     def step(self) -> None:
         """Run a step of each tier."""
-        shared = [tier.medium_epoch for tier in self.tiers.values() if tier.shared]
+        shared = [_epoch(hosted.tier) for hosted in self.tiers.values() if is_shared(hosted.tier)]
         epoch = "?" if "?" in shared else ",".join(shared)
         for name, hosted in self.tiers.items():
             if name not in self.broken:
@@ -227,6 +248,25 @@ class HostedNamespace:
             for peer in self.peers:
                 peer.hosted, peer.generation = self.tiers[peer.tier], -1
                 peer.hosted.engines.append(peer)
+
+    def _pass_on(self, job: EngineJob, positions: Sequence[int]) -> Sequence[int]:
+        """Let the disk load blocks that were not in other engines' rows any more.
+
+        Args:
+            job: job that wants the blocks.
+            positions: their positions in it.
+
+        Returns:
+            The positions of the blocks that no tier is known to hold.
+        """
+        for name, hosted in self.tiers.items():
+            if name in self.broken or is_shared(hosted.tier) or isinstance(hosted.tier, PeerRows):
+                continue
+            if hosted.attached(job.engine):
+                held: list[int] = []
+                self.guarded(hosted, partial(_load_held, hosted, job, positions, held))
+                positions = [position for position in positions if position not in held]
+        return positions
 
     def close_tiers(self, deadline: float) -> bool:
         """Close all tiers, and return True if nothing touches the engines' rows any more."""

@@ -12,6 +12,12 @@ from tiering.secondary.options import TierOptions
 MACHINE_TYPE = "tiering.machine.tier:MACHINE_TIER"
 """Type of a tier of the service, as the registry finds it; stacks have the word ``machine``."""
 
+PEERS_TYPE = "tiering.machine.peer_tier:PEERS_DEFINITION"
+"""Type of the service's tier of other engines' rows."""
+
+PEERS_TIER = "peers"
+"""Name of the service's tier whose blocks are in the rows of other engines."""
+
 HOSTED_TYPES = ("local", "memory", "object", "s3", "valkey")
 """Types of tiers that another process can host."""
 
@@ -54,7 +60,10 @@ class MachineOptions(Strict):
         tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], ...],
         Field(min_length=1, max_length=MOST_TIERS),
     ]
-    """Names of the service's tiers that this engine uses, fastest first."""
+    """Names of the service's tiers that this engine uses, fastest first.
+
+    ``peers`` are the CPU rows of the other engines with ``keep_rows``; it needs that word here, too.
+    """
     load_deadline: Duration = 30.0
     """Seconds that a request waits for a load from one of them; default 30."""
     lookup_deadline: Duration = 0.25
@@ -74,7 +83,7 @@ class MachineOptions(Strict):
         """Return the options of each tier."""
         return tuple(
             MachineTierOptions(
-                type=MACHINE_TYPE,
+                type=PEERS_TYPE if name == PEERS_TIER else MACHINE_TYPE,
                 name=name,
                 socket=self.socket,
                 load_deadline=self.load_deadline,

@@ -126,4 +126,9 @@ def stamp_of(peers: Mapping[int, Peer], file: tuple[int, int], tiers: int) -> St
     space, weights = own[0].space, own[0].weights
     if space is None or any(peer.space is not space for peer in own):
         return None
+    return present_stamp(space, weights)
+
+
+def present_stamp(space: HostedNamespace, weights: str) -> Stamp:
+    """Return what blocks belong to that are computed now, with these weights."""
     return space, weights, tuple(hosted.generation for hosted in space.tiers.values())

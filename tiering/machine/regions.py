@@ -16,14 +16,11 @@ record also has a stamp: weights and generations of the namespace's tiers. Rows 
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
-import select
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +31,12 @@ from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, RegionError
 from tiering.machine.claim import WORD_BYTES
 from tiering.machine.messages import Kind, MessageError, Record
-from tiering.machine.peers import Peer, Stamp, stamp_of
+from tiering.machine.options import PEERS_TIER
+from tiering.machine.peer_rows import HeldBlock, PeerRows
+from tiering.machine.peers import Peer, present_stamp, stamp_of
+from tiering.machine.region import Region, RowsClaim
 from tiering.primary.memory.filelock import try_lock, unlock
-from tiering.primary.memory.region import MAX_SIDES, PAGE, make_sealed
+from tiering.primary.memory.region import PAGE, make_sealed
 from tiering.primary.memory.room import available_bytes
 from tiering.runtime.pool import ThreadPool
 
@@ -57,119 +57,10 @@ PART = 64
 PARTS_AHEAD = 4
 """Pieces of work of one region that run at the same time before it is handed over."""
 
-_LONGEST_NAME = 4096
+LOOK_SECONDS = 0.1
+"""Seconds between two looks for rows that their engines have used for other blocks."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    """The block that one row holds."""
-
-    key: OffloadKey
-    word: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RowsClaim:
-    """The text of a claim."""
-
-    name: str
-    """Name that all processes of the engine use."""
-    alike: str
-    """Digest of the words in which engines agree whose blocks may be equal."""
-    rows: int
-    """Number of rows."""
-    stride: int
-    """Bytes from one row to the next."""
-    sides: int
-    """Number of claims of the engine."""
-    tiers: int
-    """Number of tiers that the engine uses."""
-
-    @classmethod
-    def of(cls, text: bytes) -> RowsClaim:
-        """Return the claim in the text of a record.
-
-        Raises:
-            MessageError: it is none, or a number is beyond a bound.
-        """
-        try:
-            found = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise MessageError(f"the claim cannot be read: {error}") from error
-        numbers = (found.rows, found.stride, found.sides, found.tiers)
-        if not all(type(word) is int and 0 < word < 1 << 40 for word in numbers) or found.sides > MAX_SIDES:
-            raise MessageError("a number of the claim is beyond its bounds")
-        if not all(type(word) is str and len(word) <= _LONGEST_NAME for word in (found.name, found.alike)):
-            raise MessageError("a word of the claim has the wrong type or length")
-        if found.stride % PAGE:
-            raise MessageError("the rows of the claim do not begin on pages")
-        return found
-
-
-@dataclass(slots=True, eq=False)
-class Region:
-    """Rows of one engine, and the record of their blocks."""
-
-    claim: RowsClaim
-    """The last claim."""
-    fd: int
-    """Memory of the rows and a page; sealed against a change of its size."""
-    words_fd: int
-    """Memory of the words; sealed."""
-    rows: NDArray[np.uint8]
-    """The rows."""
-    words: NDArray[np.uint64]
-    """A word per row, which the engine changes."""
-    file: tuple[int, int]
-    """Device and inode of the rows' memory, by which the tiers' connections of its engine are found."""
-    peers: list[Peer] = field(default_factory=list)
-    """The open connections of the claims."""
-    pidfds: list[int] = field(default_factory=list)
-    """Descriptors of the processes that have mapped the rows."""
-    unproved: bool = False
-    """True if the kernel gives no descriptor of some process."""
-    keeper: Peer | None = None
-    """The connection that reports blocks; None before the first report."""
-    left_at: float | None = None
-    """Time at which the last connection has ended; None while one is open."""
-    stamp: Stamp | None = None
-    """Stamp of the recorded blocks; None if there are none."""
-    entries: dict[int, _Entry] = field(default_factory=dict)
-    """The recorded blocks by row, the most recent ones last."""
-    era: int = 0
-    """Number that changes whenever the record is emptied."""
-    pending: int = 0
-    """Rows whose digest is being computed."""
-    offer: deque[int] | None = None
-    """Rows to verify for the engine that has claimed the region; None: nothing is to be handed over."""
-    verifying: int = 0
-    """Pieces of work that verify rows at the moment."""
-
-    def empty(self) -> None:
-        """Drop the record."""
-        self.entries, self.stamp, self.offer = {}, None, None
-        self.era += 1
-
-    def is_left(self) -> bool:
-        """Return True if all processes that have mapped the rows are dead."""
-        return not self.peers and not self.unproved and all(map(_is_dead, self.pidfds))
-
-    def is_reported(self) -> bool:
-        """Return True if the process that reports blocks lives.
-
-        The rows have had the reported bytes so far: processes that survive it may write without changing the words.
-        """
-        return self.keeper is not None and self.keeper.pidfd >= 0 and not _is_dead(self.keeper.pidfd)
-
-
-def _is_dead(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-_Found = list[tuple[int, _Entry]]
+_Found = list[tuple[int, HeldBlock]]
 
 
 class Regions:
@@ -203,6 +94,7 @@ class Regions:
         self._named: dict[str, Region] = {}
         self._of: dict[Peer, Region] = {}
         self._done: deque[tuple[Region, int, bool, int, _Found]] = deque()
+        self._look_due = 0.0
         self.handed_over = 0
         """Number of rows that later engines were given."""
 
@@ -322,10 +214,12 @@ class Regions:
             if verified:
                 self._hand_over(region, found)
             elif region.is_reported():
-                for row, entry in found:
-                    region.entries.pop(row, None)  # the most recent ones are the last
-                    region.entries[row] = entry
+                region.note(found, _peer_rows(region))
         now = self._clock()
+        if now >= self._look_due:
+            self._look_due = now + LOOK_SECONDS
+            for region in self._regions:
+                region.forget_changed()
         for region in list(self._regions):
             if region.offer is not None:
                 self._verify(region)
@@ -454,6 +348,14 @@ class Regions:
             self.handed_over += len(found)
 
 
+def _peer_rows(region: Region) -> PeerRows | None:
+    """Return the tier by which other engines may find the blocks of a region; None if there is none."""
+    if region.stamp is None or (hosted := region.stamp[0].tiers.get(PEERS_TIER)) is None:
+        return None
+    is_present = region.stamp == present_stamp(region.stamp[0], hosted.weights)
+    return hosted.tier if is_present and isinstance(hosted.tier, PeerRows) else None
+
+
 def _group(key: OffloadKey) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
@@ -470,5 +372,5 @@ def _digests(
         if word % 2 == 0 and int(words[row]) == word:
             digest = xxh3_128_digest(memory[row, : groups[_group(key)]].data)
             if int(words[row]) == word:
-                found.append((row, _Entry(key, word, digest)))
+                found.append((row, HeldBlock(key, word, digest)))
     return found

@@ -374,8 +374,9 @@ class MachineService:
 
     def _leave(self, peer: Peer) -> None:
         """Let go of an engine once none of its jobs runs."""
-        if peer.hosted is not None:
-            peer.hosted.leave(peer)
+        if peer.space is not None:
+            for hosted in peer.space.tiers.values():  # another tier may have its loads
+                hosted.leave(peer)
         self.regions.leave(peer)
         if peer.jobs:
             with suppress(KeyError):

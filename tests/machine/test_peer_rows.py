@@ -1,0 +1,425 @@
+"""Engines find blocks in the rows of others, and never get bytes that have changed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.machine.engines import SmallEngine, content, key_of
+from tests.machine.hosts import service_in_thread, stack_of
+from tests.machine.test_kept_rows import victim_process
+from tiering import ReqContext, load_stack
+from tiering.api.hints import KeptBlocks
+from tiering.cli.serve import check_service
+from tiering.errors import ConfigError
+from tiering.machine import peer_rows
+from tiering.machine.namespaces import TierBuilder
+from tiering.machine.options import PEERS_TIER
+from tiering.machine.peer_rows import PeerRows, Source
+from tiering.machine.service import MachineService
+from tiering.secondary.contract import TierContext
+from tiering.spec import _explaining
+from tiering.testing.clock import until
+from tiering.testing.fake_tier import FakeTier
+
+MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB"}
+TIERS = (PEERS_TIER, "local")
+KEEP = {"keep_rows": True}
+BLOCKS = list(range(8))
+MADE: list[SmallEngine] = []
+
+
+@contextmanager
+def service_with(path: Path, *tiers: dict[str, str], **more: TierBuilder) -> Iterator[MachineService]:
+    """Run a service whose engines end before it."""
+    with service_in_thread(path, *tiers, peers=PeerRows, **more) as running:
+        try:
+            yield running
+        finally:
+            while MADE:
+                MADE.pop().close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[MachineService]:
+    with service_with(tmp_path / "cache.sock", MEMORY) as running:
+        yield running
+
+
+def engine_of(service: MachineService, tiers: Sequence[str] = TIERS, *, stores: bool = False, **words: Any) -> Any:
+    """Return an engine that finds others' rows, and stores nothing in the other tiers by default."""
+    engine = SmallEngine(service.path, tiers, machine=KEEP, **words)
+    MADE.append(engine)
+    assert all(engine.serving(at) for at in range(len(tiers)))
+    if not stores:
+        for tier in engine.manager.secondary_tiers:
+            tier.admit = lambda *_: ()  # type: ignore[attr-defined]
+    return engine
+
+
+def peers_of(service: MachineService) -> PeerRows:
+    """Return the tier of the first namespace."""
+    tier = next(iter(service._namespaces.values())).tiers[PEERS_TIER].tier
+    assert isinstance(tier, PeerRows)
+    return tier
+
+
+def are_found(service: MachineService, engine: SmallEngine, blocks: int) -> bool:
+    """Run steps until so many blocks are found in rows."""
+    return engine.settle(lambda: peers_of(service).get_stats().blocks == blocks)
+
+
+def owner_of_blocks(service: MachineService, **words: Any) -> Any:
+    """Return an engine that has stored the blocks."""
+    engine = engine_of(service, **words)
+    engine.store(BLOCKS)
+    assert are_found(service, engine, len(BLOCKS))
+    assert engine.stored()
+    return engine
+
+
+@contextmanager
+def halves(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> Iterator[None]:
+    """Call ``then`` whenever the first half of a block has been copied."""
+
+    class Halves:
+        @staticmethod
+        def copyto(target: Any, source: Any) -> None:
+            half = len(target) // 2
+            target[:half] = source[:half]
+            then()
+            target[half:] = source[half:]
+
+    with monkeypatch.context() as during:
+        during.setattr(peer_rows, "np", Halves)
+        yield
+
+
+def taking_all(owner: Any) -> Callable[[], None]:
+    """Return a function that takes all rows for other blocks, as their engine does, and writes into them."""
+
+    def take() -> None:
+        owner.manager.primary_tier.keeper.taken(np.arange(len(owner._rows)))
+        owner._rows[:] = 7
+
+    return take
+
+
+# ----------------------------------------------------------------------------------------------------------- the blocks
+
+
+def test_blocks_that_no_disk_has_come_from_the_rows_of_another_engine(service: MachineService) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    assert two.load(BLOCKS) == (BLOCKS, [])
+    assert (two.stat("promotions", PEERS_TIER), two.stat("promotions")) == (8, 0)
+    assert one.stat("promotions", PEERS_TIER) == 0
+    stats = peers_of(service).get_stats()
+    assert (stats.promotions, stats.promotions_failed, stats.corrupt_blocks) == (8, 0, 0)
+    assert stats.read_bytes == sum(len(content(number, 0)) for number in BLOCKS)
+
+
+@pytest.mark.parametrize("words", [{"name": "other"}, {"salt": "other"}, {"namespace": "other"}])
+def test_engines_of_other_namespaces_find_nothing(service: MachineService, words: dict[str, Any]) -> None:
+    owner_of_blocks(service)
+    other = engine_of(service, **words)
+    assert other.load(BLOCKS) == ([], [])
+    assert other.stat("hits", PEERS_TIER) == 0
+
+
+def test_an_engine_without_the_tier_finds_nothing(service: MachineService) -> None:
+    owner_of_blocks(service)
+    assert engine_of(service, ("local",)).load(BLOCKS) == ([], [])
+
+
+def test_rows_of_an_engine_that_names_other_tiers_are_found(service: MachineService) -> None:
+    two = engine_of(service)
+    one = engine_of(service, ("local",))
+    one.store(BLOCKS)
+    assert are_found(service, one, 8)
+    assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def test_evicted_blocks_are_not_found(service: MachineService) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    for first in range(100, 124, 4):
+        assert one.store(range(first, first + 4))
+    assert are_found(service, one, 24)
+    assert two.load(BLOCKS) == ([], [])
+    assert two.stat("hits", PEERS_TIER) == 0
+    assert two.load(range(100, 124)) == (list(range(100, 124)), [])
+
+
+def test_blocks_that_a_request_keeps_from_the_tier_are_not_found(service: MachineService) -> None:
+    one, two = engine_of(service), engine_of(service)
+    ctx = ReqContext("private", {"kv_tiering": {"tiers": ["local"]}})
+    one.manager.on_new_request(ctx)
+    out = one.manager.prepare_store([key_of(1)], ctx)
+    one.manager.complete_store(out.keys_to_store, ctx)
+    one.manager.on_request_finished(ctx)
+    one.store([2])
+    assert are_found(service, one, 1)
+    assert two.load([1, 2]) == ([2], [])
+
+
+def test_the_tier_takes_no_stores_and_no_notices(service: MachineService) -> None:
+    one = owner_of_blocks(service, stores=True)
+    assert (one.stat("cascades", PEERS_TIER), one.stat("stores_dropped", PEERS_TIER)) == (0, 0)
+    assert one.stat("cascades") == 8
+    assert (one.stat("writable", PEERS_TIER), one.stat("available", PEERS_TIER)) == (1, 1)
+
+
+# ------------------------------------------------------------------------------------------------ changes while copying
+
+
+def test_a_row_that_is_taken_in_mid_copy_is_a_miss(service: MachineService, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    with halves(monkeypatch, taking_all(one)):
+        assert two.load([0]) == ([], [])
+    assert two.stat("promotions_failed", PEERS_TIER) == 1
+    assert peers_of(service).get_stats().corrupt_blocks == 0
+    assert are_found(service, two, 0)
+
+
+def test_a_row_that_is_taken_in_mid_copy_is_read_from_the_disk_in_the_same_job(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = owner_of_blocks(service, stores=True), engine_of(service)
+    with halves(monkeypatch, taking_all(one)):
+        assert two.load(BLOCKS) == (BLOCKS, [])
+    assert (two.stat("promotions", PEERS_TIER), two.stat("promotions_failed", PEERS_TIER)) == (8, 0)
+    assert two.stat("promotions") == 0
+    assert peers_of(service).get_stats().promotions_failed == 8
+
+
+def test_all_engines_that_wait_for_one_copy_get_the_block_from_the_disk(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, others = owner_of_blocks(service, stores=True), [engine_of(service), engine_of(service)]
+
+    def take_once_both_wait() -> None:
+        assert until(lambda: sum(peer.counts.engine_shared_reads for peer in list(service._peers.values())) == 1)
+        taking_all(one)()
+
+    requests = [other.request() for other in others]
+    with halves(monkeypatch, take_once_both_wait):
+        for other, ctx in zip(others, requests, strict=True):
+            other.manager.match_prefix([key_of(0)], ctx)
+            other.manager.on_schedule_end()
+        for other in others:
+            assert other.load([0]) == ([0], [])
+            assert (other.stat("promotions", PEERS_TIER), other.stat("promotions")) == (1, 0)
+
+
+@pytest.mark.parametrize("guard", ["word", "digest"])
+def test_either_guard_alone_keeps_a_changed_row_out(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch, guard: str
+) -> None:
+    """The word is that of an engine that behaves; the digest holds for one that scribbles, too."""
+    one, two = owner_of_blocks(service), engine_of(service)
+
+    class Equal(bytes):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = bytes.__hash__
+
+    if guard == "word":
+        monkeypatch.setattr(peer_rows, "xxh3_128_digest", lambda _: Equal())
+    else:
+        monkeypatch.setattr(Source, "is_unchanged", lambda _: True)
+    with halves(monkeypatch, taking_all(one)):
+        assert two.load([0]) == ([], [])
+
+
+def test_without_a_second_look_wrong_bytes_are_read(service: MachineService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests see what they are there for."""
+
+    def copy(source: Source, target: Any) -> bool:
+        half = len(target) // 2
+        target[:half] = source.rows[source.row, :half]
+        take()
+        target[half:] = source.rows[source.row, half : len(target)]
+        return True
+
+    one, two = owner_of_blocks(service), engine_of(service)
+    take = taking_all(one)
+    monkeypatch.setattr(peer_rows, "copy_block", copy)
+    assert two.load([0]) == ([0], [0])
+
+
+def test_a_row_that_changes_without_its_word_is_a_corrupt_block(service: MachineService) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    one._rows[:, 5] ^= 1
+    assert two.load(BLOCKS) == ([], [])
+    assert peers_of(service).get_stats().corrupt_blocks == 8
+
+
+def test_another_row_has_the_block_if_the_first_has_changed(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, three = owner_of_blocks(service), engine_of(service), engine_of(service)
+    two.store(BLOCKS)
+    assert two.settle(lambda: all(len(held) == 2 for held in list(peers_of(service)._held.values())))
+    with halves(monkeypatch, taking_all(two)):
+        assert three.load(BLOCKS) == (BLOCKS, [])
+    assert one.load(BLOCKS) == (BLOCKS, [])
+
+
+# ------------------------------------------------------------------------------------------------ the life of the owner
+
+
+def victim(service: MachineService) -> Any:
+    return victim_process(service.path, tiers=TIERS)
+
+
+def test_the_rows_of_an_engine_that_is_stopped_are_read(service: MachineService) -> None:
+    two = engine_of(service)
+    with victim(service) as (pid, _):
+        assert are_found(service, two, 8)
+        os.kill(pid, signal.SIGSTOP)
+        assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_the_rows_of_an_engine_that_is_killed_are_read(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch, during: bool
+) -> None:
+    two = engine_of(service)
+    with victim(service) as (pid, _):
+        assert are_found(service, two, 8)
+        if during:
+            with halves(monkeypatch, lambda: os.kill(pid, signal.SIGKILL)):
+                assert two.load(BLOCKS) == (BLOCKS, [])
+        else:
+            os.kill(pid, signal.SIGKILL)
+            assert two.settle(lambda: service.regions.left == 1)
+            assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def test_rows_that_the_next_engine_gets_are_found_as_long_as_it_keeps_them(service: MachineService) -> None:
+    two = engine_of(service)
+    with victim(service) as (pid, _):
+        assert are_found(service, two, 8)
+        os.kill(pid, signal.SIGKILL)
+        region = service.regions._regions[1]
+        assert two.settle(lambda: service.regions.left == 1 and service.regions._is_free(region))
+    heir = engine_of(service)
+    assert heir.settle(lambda: heir.manager._stats.inherited_blocks == 8)
+    assert two.load(BLOCKS[:4]) == (BLOCKS[:4], [])
+    for first in range(100, 124, 4):
+        assert heir.store(range(first, first + 4))
+    assert are_found(service, heir, 28)
+    assert two.load(BLOCKS) == (BLOCKS[:4], [])
+
+
+def test_rows_that_are_freed_are_not_found(service: MachineService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.machine.regions.LEAVE_SECONDS", 0.0)
+    one, two = owner_of_blocks(service), engine_of(service)
+    one.close()
+    assert are_found(service, two, 0)
+    assert two.load(BLOCKS) == ([], [])
+
+
+# -------------------------------------------------------------------------------------------------------- other weights
+
+
+def reset(engine: Any) -> None:
+    """Reset an engine to other weights, and wait for all its tiers."""
+    engine.manager.reset_cache("step-1")
+    engine.weights = 1
+    assert all(engine.serving(at) for at in range(len(engine.manager.secondary_tiers)))
+
+
+def test_blocks_from_before_a_reset_are_never_found(service: MachineService) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    reset(one)
+    assert are_found(service, one, 0)
+    assert two.load(BLOCKS) == ([], [])
+    one.store(BLOCKS)
+    assert are_found(service, one, 8)
+    assert two.load(BLOCKS) == ([], [])
+    reset(two)
+    assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def test_an_engine_that_resets_while_the_tier_is_at_other_weights_is_not_read(service: MachineService) -> None:
+    """An engine that names other tiers moves these alone."""
+    two = engine_of(service, (PEERS_TIER,))
+    one = engine_of(service, ("local",))
+    reset(one)
+    one.store(BLOCKS)
+    assert one.settle(lambda: service.regions.blocks == 8)
+    assert two.load(BLOCKS) == ([], [])
+    assert peers_of(service).get_stats().blocks == 0
+
+
+def test_blocks_of_an_older_epoch_are_never_found(tmp_path: Path) -> None:
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, admits=set()))
+        return made[-1]
+
+    with service_with(tmp_path / "cache.sock", fake=build) as service:
+        one, two = (engine_of(service, (PEERS_TIER, "fake")) for _ in range(2))
+        one.store(BLOCKS)
+        assert are_found(service, one, 8)
+        made[0].has_successor = True
+        service.wake()
+        assert one.settle(lambda: one.manager.new_epochs > 0)
+        assert two.settle(lambda: two.manager.new_epochs > 0 and two.serving(0))
+        assert peers_of(service).get_stats().blocks == 0
+        assert two.load(BLOCKS) == ([], [])
+        one.store(BLOCKS)
+        assert are_found(service, one, 8)
+        assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+# ------------------------------------------------------------------------------------------------ the owner's evictions
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_row_that_was_copied_is_the_next_victim_unless_a_hint_keeps_it(service: MachineService, kept: bool) -> None:
+    one, two = owner_of_blocks(service), engine_of(service)
+    one.store(range(20, 36))  # all 24 rows are in use, and the first eight are the least recent
+    assert one.load(BLOCKS) == (BLOCKS, [])
+    if kept:
+        one.manager.primary_tier.keep(KeptBlocks([key_of(6)], 60.0, 1.0), lambda: 0.0)
+    assert two.load([6, 7]) == ([6, 7], [])
+    marks = one.manager.primary_tier._table.marks
+    assert one.settle(lambda: marks.released is not None)
+    one.store([40])
+    left = [number for number in (6, 7) if key_of(number) in one.manager.primary_tier.readable]
+    assert left in ([[6]] if kept else [[6], [7]])
+
+
+# ------------------------------------------------------------------------------------------------------------ the words
+
+
+def test_a_stack_that_finds_others_rows_lets_its_own_be_found() -> None:
+    words = {"socket": "/run/cache.sock", "tiers": [PEERS_TIER, "local"]}
+    with pytest.raises(ConfigError, match=r"machine\.keep_rows.*must be true with peers"):
+        load_stack({"primary": {"capacity": "1GiB"}, "machine": words})
+    load_stack({"primary": {"capacity": "1GiB"}, "machine": {**words, **KEEP}})
+
+
+def test_no_cause_of_a_miss_names_others_rows() -> None:
+    """They take no stores: each block would have been declined by them."""
+    words = {"socket": "/run/cache.sock", "tiers": list(TIERS), **KEEP}
+    stack = load_stack({"primary": {"capacity": "1GiB"}, "machine": words, "explain": {}})
+    explaining = _explaining(stack, 4096)
+    assert explaining is not None
+    assert list(explaining.capacities) == ["cpu", "local"]
+
+
+def test_a_service_cannot_have_a_tier_of_that_name() -> None:
+    config = load_stack(stack_of({**MEMORY, "name": PEERS_TIER}))
+    with pytest.raises(ConfigError, match="'peers' is the name of the tier of the engines' rows"):
+        check_service("service.yaml", config)
