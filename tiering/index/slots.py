@@ -100,8 +100,6 @@ class SlotIndex(TierIndex):
         self._shrinking = False
         self.growing = False
         """True while the medium prepares more slots: no block is evicted, and blocks without one are declined."""
-        self._used: NDArray[np.int64] = row_array(num_slots, np.int64)
-        self._tick = 0
         self._sequences: Sequences | None = None
 
     # ----------------------------------------------------------------------------------------------------------- lookup
@@ -141,7 +139,10 @@ class SlotIndex(TierIndex):
         return self._table.free + self.states.foreign
 
     def touch(self, keys: Sequence[OffloadKey], used: bool = True) -> None:
-        self._stamp((self._table.touch(keys) if used else self._table.refresh(keys))[1])
+        if used:
+            self._table.touch(keys)
+        else:
+            self._table.refresh(keys)
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         self._table.release(keys)
@@ -194,7 +195,6 @@ class SlotIndex(TierIndex):
             keys, rows = list(compress(keys, stored)), rows[good]
         if len(rows):
             table.commit(keys, rows)
-            self._stamp(rows)
             if self._sequences is not None:
                 self._sequences[rows] = _WRITTEN_NOW
         if self.states.leaving or self.states.condemned:
@@ -218,12 +218,6 @@ class SlotIndex(TierIndex):
             missing = count - table.free
         needed = max(min(excess, EVICT_AT_ONCE), missing)
         return table.evict(needed) if needed > 0 else []
-
-    def _stamp(self, rows: Rows) -> None:
-        if not len(rows):
-            return
-        self._tick += len(rows)
-        self._used[rows] = np.arange(self._tick, self._tick - len(rows), -1)
 
     # ------------------------------------------------------------------------------------------------------------ loads
 
@@ -315,7 +309,6 @@ class SlotIndex(TierIndex):
         if not len(slots):
             return
         self._table.insert(keys, slots)
-        self._stamp(slots)
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
@@ -353,5 +346,5 @@ class SlotIndex(TierIndex):
         keys = table.keys[start:stop].copy()
         present = table.has_block(start, stop)
         keys[~present] = None
-        foreign = self.states.is_foreign[start:stop].copy()
-        return SlotsSlice(start, keys, present & (refs >= 0), refs == WRITING, self._used[start:stop].copy(), foreign)
+        used, foreign = table.policy.clock.stamps[start:stop].copy(), self.states.is_foreign[start:stop].copy()
+        return SlotsSlice(start, keys, present & (refs >= 0), refs == WRITING, used, foreign)

@@ -528,7 +528,7 @@ class _Written:
         """The held keys, the least recently used first."""
 
     def used(self, key: bytes) -> int:
-        return int(self.index._used[self.slot_of[key]])
+        return int(self.index.slice(slot := self.slot_of[key], slot + 1).used[0])
 
     def header(self, version: int, *counts: int) -> bytes:
         return struct.pack("<8sIQIQ16sQQQQQ", b"KVTCKPT1", version, SLOT_BYTES, 16, 3, bytes(range(16)), 7, *counts)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiering.table.disposal import DISPOSAL
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
-from tiering.table.policies.recency import RecencyLog, StampClock
+from tiering.table.policies.recency import RecencyLog
 from tiering.table.row_array import row_array
 
 
@@ -27,9 +27,8 @@ class ARCEvictionPolicy(EvictionPolicy):
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         super().__init__(num_rows, refs, keys)
-        self._clock = StampClock(num_rows)
-        self._t1 = RecencyLog(self._clock, refs)
-        self._t2 = RecencyLog(self._clock, refs)
+        self._t1 = RecencyLog(self.clock, refs)
+        self._t2 = RecencyLog(self.clock, refs)
         self._in_t2: NDArray[np.bool_] = row_array(num_rows, np.bool_)
         self._b1: OrderedDict[bytes, None] = OrderedDict()
         self._b2: OrderedDict[bytes, None] = OrderedDict()

@@ -12,12 +12,16 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.table.row_array import row_array
+
 Rows = NDArray[np.int64]
 """Row numbers: a one-dimensional int64 array."""
 RefCounts = NDArray[np.int32]
 """The reference count of each row."""
 RowKeys = NDArray[np.object_]
 """The key of each row; meaningless where no block is."""
+Stamps = NDArray[np.int64]
+"""Stamps: a one-dimensional int64 array."""
 
 
 def distinct(rows: Rows) -> Rows:
@@ -28,6 +32,18 @@ def distinct(rows: Rows) -> Rows:
     rows = np.sort(rows)
     first: Rows = rows[np.concatenate((rows[:1] == rows[:1], rows[1:] != rows[:-1]))]
     return first
+
+
+class StampClock:
+    """The stamps of all rows of a table, and the clock that issues them."""
+
+    __slots__ = ("now", "stamps")
+
+    def __init__(self, num_rows: int) -> None:
+        self.stamps: Stamps = row_array(num_rows, np.int64)
+        """Stamp of each row's last use; 0 for a row that has left its list."""
+        self.now = 1
+        """Next stamp."""
 
 
 class EvictionPolicy(ABC):
@@ -47,6 +63,8 @@ class EvictionPolicy(ABC):
         """Reference count of each row, owned by the table."""
         self.keys = keys
         """Key of each row, owned by the table."""
+        self.clock = StampClock(num_rows)
+        """The stamps that the policy gives rows at each use; a local tier restores their order after a restart."""
 
     @abstractmethod
     def insert(self, rows: Rows) -> None:

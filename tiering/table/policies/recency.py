@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.table.disposal import DISPOSAL
-from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, distinct
+from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows, StampClock, Stamps, distinct
 from tiering.table.row_array import row_array
 
 _CHUNK = 4096
@@ -31,22 +31,7 @@ _LONGEST_LOOK = 256
 numpy keeps the interpreter lock for so few entries.
 """
 
-Stamps = NDArray[np.int64]
-"""Stamps: a one-dimensional int64 array."""
-
 _COUNTING: Stamps = np.arange(_CHUNK)
-
-
-class StampClock:
-    """The stamps of all rows of a table, and the clock that issues them; shared by the logs of one policy."""
-
-    __slots__ = ("now", "stamps")
-
-    def __init__(self, num_rows: int) -> None:
-        self.stamps: Stamps = row_array(num_rows, np.int64)
-        """Stamp of each row's last use; 0 for a row that has left its list."""
-        self.now = 1
-        """Next stamp."""
 
 
 class _Chunk:
@@ -260,8 +245,7 @@ class LRUEvictionPolicy(EvictionPolicy):
 
     def __init__(self, num_rows: int, refs: RefCounts, keys: RowKeys) -> None:
         super().__init__(num_rows, refs, keys)
-        self._clock = StampClock(num_rows)
-        self._log = RecencyLog(self._clock, refs)
+        self._log = RecencyLog(self.clock, refs)
 
     def insert(self, rows: Rows) -> None:
         self._log.append(rows)
