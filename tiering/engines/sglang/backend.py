@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
@@ -162,10 +162,10 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         return _leading(self._held(_KV, keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move(_KV, keys, host_indices, load=True) if self._by_parts else [False] * len(keys)
+        return self._move_parts(_KV, keys, host_indices, load=True) if self._by_parts else [False] * len(keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move(_KV, keys, host_indices, load=False) if self._by_parts else [False] * len(keys)
+        return self._move_parts(_KV, keys, host_indices, load=False) if self._by_parts else [False] * len(keys)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], [target_location])[0]
@@ -246,39 +246,36 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         """Copy pages of several pools, all by one deadline."""
         due = self._due()
         return {
-            each.name: self._move(each.name, each.keys or (), each.host_indices, due, load=load) for each in transfers
+            each.name: self._move_parts(each.name, each.keys or (), each.host_indices, due, load=load)
+            for each in transfers
         }
 
-    def _move(
+    def _move_parts(
         self, name: str, keys: Sequence[str], indices: Any, due: float | None = None, *, load: bool
     ) -> list[bool]:
         """Copy pages between a host pool and the tiers, and return which ones were copied."""
-        exchange, pool = self._tiers(), self._pools.get(str(name))
-        if exchange is None or pool is None:
-            return self._without_memory(name, keys)
-        return self._run(exchange, pool, keys, pool.copies(indices, len(keys)), due, load=load)
+        return self._move(name, keys, lambda pool: pool.copies(indices, len(keys)), due, load=load)
 
     def _move_whole(self, keys: Sequence[str], pages: Sequence[Any], *, load: bool) -> list[bool]:
         """Copy whole pages of KV between tensors and the tiers, and return which ones were copied."""
-        exchange, pool = self._tiers(), self._pools.get(_KV)
-        if exchange is None or pool is None:
-            return self._without_memory(_KV, keys)
-        copies = None if self._by_parts or len(pages) != len(keys) else tensor_copies(pages, pool.nbytes)
-        return self._run(exchange, pool, keys, copies, None, load=load)
+        fits = not self._by_parts and len(pages) == len(keys)
+        return self._move(_KV, keys, lambda pool: tensor_copies(pages, pool.nbytes) if fits else None, load=load)
 
-    def _run(
+    def _move(
         self,
-        exchange: BlockExchange,
-        pool: PageMemory,
+        name: str,
         keys: Sequence[str],
-        copies: tuple[CopyBlock, CopyBlock] | None,
-        due: float | None,
+        copies: Callable[[PageMemory], tuple[CopyBlock, CopyBlock] | None],
+        due: float | None = None,
         *,
         load: bool,
     ) -> list[bool]:
-        if copies is None:  # SGLang's indices or pages do not fit the pool
+        exchange, pool = self._tiers(), self._pools.get(str(name))
+        if exchange is None or pool is None:
+            return self._without_memory(name, keys)
+        if (found := copies(pool)) is None:  # SGLang's indices or pages do not fit the pool
             return [False] * len(keys)
-        read, write = copies
+        read, write = found
         names = self._keys(pool, keys)
         if load:
             return exchange.load(names, read, due=due)
