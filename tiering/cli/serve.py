@@ -18,7 +18,7 @@ from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.service_metrics import endpoint
 from tiering.cli.transfer_config import stack_at
 from tiering.config.io_process import builders
-from tiering.config.problems import Problem, refuse
+from tiering.config.problems import Problem, changed, refuse
 from tiering.config.stack_file import StackConfig
 from tiering.errors import TieringError
 from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS, PEERS_TIER
@@ -109,7 +109,7 @@ def check_service(name: str, config: StackConfig) -> None:
     problems = [
         Problem((word,), "belongs into the stacks of the engines; leave it out")
         for word in _ENGINES
-        if getattr(config, word) != type(config).model_fields[word].default
+        if word in changed(config)
     ]
     if not config.secondary or len(config.secondary) > MOST_TIERS:
         problems.append(Problem(("secondary",), f"must have 1 to {MOST_TIERS} tiers for the engines"))
@@ -123,7 +123,7 @@ def check_service(name: str, config: StackConfig) -> None:
         problems += [
             Problem(("secondary", index, word), "concerns one engine's rows; the service has none, leave it out")
             for word in _OF_ENGINES
-            if word in type(tier).model_fields and getattr(tier, word) != type(tier).model_fields[word].default
+            if word in changed(tier)
         ]
     if problems:
         refuse(name, problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tiering.api.keys import PRIMARY_TIER
 from tiering.config.problems import Problem, changed, repeated
@@ -13,34 +12,13 @@ from tiering.secondary.options import TierOptions
 _OF_THE_ENGINE = ("min_prefix_blocks", "load_or_compute")
 
 
-class StackWords(Protocol):
-    """The words of a stack that matter here."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def io(self) -> str: ...
-    @property
-    def machine(self) -> MachineOptions | None: ...
-    @property
-    def secondary(self) -> Sequence[TierOptions]: ...
-
-
-def other_process_problems(stack: StackWords) -> list[Problem]:
-    """Return what such a stack asks for in vain."""
-    if stack.mode == "simple":
-        return []  # refuses both words
-    if stack.machine is not None:
-        return _machine_problems(stack, stack.machine)
-    return _process_problems(stack) if stack.io == "process" else []
-
-
-def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Problem]:
+def machine_problems(machine: MachineOptions, secondary: Sequence[TierOptions], io: str) -> list[Problem]:
+    """Return what a stack with the word ``machine`` asks for in vain."""
     problems: list[Problem] = []
-    if stack.secondary:
+    if secondary:
         text = "cannot be used with machine: the service hosts the tiers; leave one of the two words out"
         problems.append(Problem(("secondary",), text))
-    if stack.io == "process":
+    if io == "process":
         problems.append(Problem(("io",), "has no meaning with machine, which is another process already; leave it out"))
     problems += [
         Problem(("machine", "tiers", index), f"{name!r} is also the name of machine.tiers[{other}]; name each once")
@@ -57,11 +35,12 @@ def _machine_problems(stack: StackWords, machine: MachineOptions) -> list[Proble
     return problems
 
 
-def _process_problems(stack: StackWords) -> list[Problem]:
+def process_problems(secondary: Sequence[TierOptions]) -> list[Problem]:
+    """Return what a stack with ``io: process`` asks for in vain."""
     problems: list[Problem] = []
-    if not stack.secondary:
+    if not secondary:
         problems.append(Problem(("io",), "concerns secondary tiers, and there are none; add one, or leave it out"))
-    for index, tier in enumerate(stack.secondary):
+    for index, tier in enumerate(secondary):
         if tier.type not in HOSTED_TYPES:
             text = f"a process of its own cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
             problems.append(Problem(("secondary", index, "type"), text))

@@ -18,7 +18,7 @@ from tiering.api.keys import PRIMARY_TIER
 from tiering.api.masking import guard_logs, masked, shown
 from tiering.api.namespace import revision_digest
 from tiering.api.units import Directory, Duration, Share, Size, Strict
-from tiering.config.other_process import other_process_problems
+from tiering.config.other_process import machine_problems, process_problems
 from tiering.config.problems import Problem, Problems, changed, problems_of, refuse, repeated
 from tiering.config.registry import TIER_TYPES, tier_definition
 from tiering.config.source import StackSource, escaped, read_source
@@ -365,7 +365,10 @@ class StackConfig(Strict):
             )
             problems.append(Problem(("layout",), text))
         problems += self._check_mode()
-        problems += other_process_problems(self)
+        if self.machine is not None and self.mode == "tiering":
+            problems += machine_problems(self.machine, self.secondary, self.io)
+        elif self.io == "process" and self.mode == "tiering":
+            problems += process_problems(self.secondary)
         if problems:
             raise Problems(problems)
         if self.machine is not None:
