@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,12 +61,11 @@ class TraceRecorder:
     Args:
         recording: settings of the trace.
         block_tokens: tokens of one block.
-        clock: returns the time in seconds since the epoch, which machines share; default: the system's time.
     """
 
-    def __init__(self, recording: TraceRecording, block_tokens: int, *, clock: Callable[[], float] = time.time) -> None:
-        self.now = clock
-        """Function that returns the present time for :meth:`record`."""
+    def __init__(self, recording: TraceRecording, block_tokens: int) -> None:
+        self.now = time.time
+        """Function that returns the present time for :meth:`record`, which machines share."""
         self.written = 0
         self._block_tokens = block_tokens
         self._secret = hashlib.sha256(f"trace {recording.salt}".encode()).digest() if recording.salt else b""

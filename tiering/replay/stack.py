@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -139,10 +139,10 @@ def open_simulated(
         warm = WarmStartLimits(blocks, words.seconds, words.bandwidth / block_bytes)
     fleet = SimulatedFleet() if fleet is None else fleet
     fleet.engines += 1
-    tiers = tuple(
-        _tier(index, options, view, namespace, block_bytes, model, clock, fleet, explains)
-        for index, options in enumerate(stack.secondary)
+    context = TierContext(
+        "", view, (block_bytes,), namespace, clock.read, enable_events=explains, replica=str(fleet.engines)
     )
+    tiers = tuple(_tier(index, options, context, model, clock, fleet) for index, options in enumerate(stack.secondary))
     manager = TieringOffloadingManager(
         CPUPrimaryTierOffloadingManager(view, stack.primary.eviction, explains),
         tiers,
@@ -162,17 +162,9 @@ def open_simulated(
 
 
 def _tier(
-    index: int,
-    options: TierOptions,
-    view: memoryview,
-    namespace: Namespace,
-    block_bytes: int,
-    model: ReplayModel,
-    clock: Clock,
-    fleet: SimulatedFleet,
-    explains: bool,
+    index: int, options: TierOptions, context: TierContext, model: ReplayModel, clock: Clock, fleet: SimulatedFleet
 ) -> SimulatedTier:
-    name = options.tier_name
+    name, (block_bytes,) = options.tier_name, context.group_bytes
     if not isinstance(options, BlockTierOptions):
         raise ConfigError(f"secondary[{index}] ({name}): a replay simulates block tiers, and {options.type} is not one")
     named = not isinstance(options, SlotOptions)
@@ -182,11 +174,7 @@ def _tier(
         store = fleet.media.setdefault(name, store)
     compresses = isinstance(options, CompressionOptions) and options.compression != "none"
     ratio = 1.0 / model.compression_ratio if compresses else 1.0
-    distance = tier_definition(options.type).distance
-    replica = str(fleet.engines)
-    context = TierContext(
-        name, view, (block_bytes,), namespace, clock.read, enable_events=explains, distance=distance, replica=replica
-    )
+    context = replace(context, name=name, distance=tier_definition(options.type).distance)
     io = SimulatedIo(name, store, model.medium(options), options, ratio, clock)
     if not isinstance(options, SlotOptions):
         words = options if isinstance(options, SharedOptions) else SharedOptions(type=options.type)
