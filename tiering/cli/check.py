@@ -133,24 +133,20 @@ def _is_owned(admin: TierAdmin, *, failed: bool) -> bool:
         raise
 
 
-_ORDERED = (("retries.backoff", "retries.backoff_max"), ("breaker.probe_after", "breaker.probe_max"))
-"""Words whose first value is the beginning of a wait, and whose second one is its bound."""
+_WAITS = (("retries", "backoff", "backoff_max"), ("breaker", "probe_after", "probe_max"))
+"""Part of a tier's options, with the words for the beginning of a wait and for its bound."""
 
 
 def _swapped(options: TierOptions) -> Iterator[Finding]:
     """Yield a warning for each wait whose bound is below its beginning."""
-    for first, bound in _ORDERED:
-        values: list[float] = []
-        for word in (first, bound):
-            part, _, name = word.partition(".")
-            value = getattr(getattr(options, part, None), name, None)
-            values += [] if value is None else [value]
-        if len(values) == 2 and values[0] > values[1]:
+    for part, first, bound in _WAITS:
+        words = getattr(options, part, None)
+        if words is not None and getattr(words, first) > getattr(words, bound):
             yield Finding(
                 Severity.WARNING,
-                first,
-                f"{duration(values[0])} is above {bound}, {duration(values[1])}",
-                f"swap the two values, or raise {bound}",
+                f"{part}.{first}",
+                f"{duration(getattr(words, first))} is above {part}.{bound}, {duration(getattr(words, bound))}",
+                f"swap the two values, or raise {part}.{bound}",
             )
 
 

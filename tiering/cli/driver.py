@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -121,9 +120,7 @@ class TierDriver:
         self.tier.on_new_request(_REQUEST)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listening.close()
         self.tier.shutdown(time.monotonic() + CLOSE_SECONDS)
 

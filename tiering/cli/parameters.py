@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -19,14 +19,7 @@ DEFAULT_BLOCK_BYTES = "2MiB"
 """Size of a block if the user names none: 16 tokens of an 8B model in bf16."""
 
 
-if TYPE_CHECKING:
-    _QuantityBase: TypeAlias = click.ParamType[Any]
-else:
-    # Earlier releases of click do not take the type's parameter.
-    _QuantityBase = click.ParamType
-
-
-class Quantity(_QuantityBase):
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # earlier releases of click have no parameter here
     """A size in bytes or a duration in seconds, above 0 and written as in a stack file.
 
     Args:
