@@ -6,7 +6,8 @@ simulated time; the engine's steps and the medium are modelled. At full speed, t
 distribution of shape 1.5, up to eight medians. The load is the share of time that the engine would compute without a
 tier. The first three requests of a run are left out: until one has been computed, the engine's speed is not known.
 A fresh engine has cells of its own, of ten requests each: it knows neither speed, so that no choice can be as good as
-the better one, and the assumed speed of the engine bounds what that costs (tiering/connector/prefill.py).
+the better one, and the assumed speed of the engine bounds what that costs (tiering/connector/prefill.py). An engine
+that starts again finds the speeds that another one has left in the tier after 30 other requests of the same cell.
 *auto by better* compares the means of all other requests; below 0%, the choice is better than both, because the speed
 changes or both do a part. The tables are those of the first of five seeds; the targets are those of all.
 """
@@ -52,10 +53,29 @@ def run(bench: Bench) -> None:
     )
     bench.target("mean regret", 100 * sum(one.regret for one in compared) / len(compared), 3.0, "max", "%")
 
-    fresh = [cold(cell, seed) for seed in range(1 if bench.quick else 2) for cell in cold_grid()]
+    seeds = range(1 if bench.quick else 2)
+    fresh, again = (
+        [cold(cell, seed, again=again) for seed in seeds for cell in cold_grid()] for again in (False, True)
+    )
+    _cold_table(bench, "A fresh engine", fresh)
+    _cold_table(bench, "An engine that starts again", again)
+    bench.target(
+        "first prompt of a fresh engine, by the better one", max(x.first for x in fresh), MOST_TIMES, "max", "x"
+    )
+    bench.target(f"mean regret of its first {FRESH} prompts", _regret(fresh), 15.0, "max", "%")
+    beyond = sum(not one.holds for one in again)
+    bench.target(f"first prompts after a restart beyond 5% and 10 ms, of {len(again)}", beyond, 0, "max", "")
+    bench.target(f"mean regret of its first {FRESH} prompts after a restart", _regret(again), 3.0, "max", "%")
+
+
+def _regret(cells: Sequence[Cold]) -> float:
+    return 100.0 * (mean(max(1.0, one.mean) for one in cells) - 1.0)
+
+
+def _cold_table(bench: Bench, title: str, fresh: Sequence[Cold]) -> None:
     speeds = sorted({one.cell.speeds for one in fresh}, reverse=True)
     bench.table(
-        f"A fresh engine: times of the first prompt and of the first {FRESH} by the better one, mean and largest",
+        f"{title}: times of the first prompt and of the first {FRESH} by the better one, mean and largest",
         ("prefill tokens/s", *(f"tier's speed {speed:g}" for (speed,) in speeds)),
         [
             (
@@ -68,11 +88,6 @@ def run(bench: Bench) -> None:
             for prefill in sorted({one.cell.prefill for one in fresh})
         ],
     )
-    bench.target(
-        "first prompt of a fresh engine, by the better one", max(x.first for x in fresh), MOST_TIMES, "max", "x"
-    )
-    of_ten = 100.0 * (mean(max(1.0, one.mean) for one in fresh) - 1.0)
-    bench.target(f"mean regret of its first {FRESH} prompts", of_ten, 15.0, "max", "%")
 
 
 def _fresh(cells: Sequence[Cold]) -> str:

@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from tiering.connector.prefill import PrefillSpeed
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, PrefixAnswer, TransferJob
+from tiering.secondary.speeds import Speeds, TierSpeeds
 from tiering.testing.fake_tier import FakeTier
 
 BLOCK_TOKENS = 64
@@ -42,6 +43,8 @@ WARM_UP = 3
 
 :func:`cold` has them.
 """
+EARLIER = 30
+"""Requests of the engine before."""
 FRESH = 10
 """Requests of a fresh engine that :func:`cold` compares."""
 PREFILLS = (2_000.0, 10_000.0, 50_000.0)
@@ -133,6 +136,19 @@ class ModelledTier(FakeTier):
         return ended
 
 
+class Memory(TierSpeeds):
+    """The speeds that the last engine has published."""
+
+    def __init__(self) -> None:
+        self.kept: Sequence[Speeds] = ()
+
+    def publish(self, speeds: Speeds) -> None:
+        self.kept = (speeds,)
+
+    def gather(self) -> Sequence[Speeds]:
+        return self.kept
+
+
 class GateModel:
     """One run of one cell under one policy.
 
@@ -140,9 +156,10 @@ class GateModel:
         cell: the conditions.
         policy: ``load_or_compute`` of the tier.
         seed: seed of arrivals, lengths and jitter; equal for the policies that are compared.
+        speeds: part of the tier that keeps speeds; default: none.
     """
 
-    def __init__(self, cell: Cell, policy: Policy, seed: int) -> None:
+    def __init__(self, cell: Cell, policy: Policy, seed: int, speeds: TierSpeeds | None = None) -> None:
         dice = random.Random(seed)
         self._cell = cell
         self._clock = clock = _Clock()
@@ -159,6 +176,7 @@ class GateModel:
         self.tier = ModelledTier(
             load_or_compute=policy,
             max_load_blocks=PART_BLOCKS,
+            speeds=speeds,
             clock=clock,
             speed=lambda now: cell.speeds[min(int(now / part), len(cell.speeds) - 1)],
             dice=random.Random(seed + 1),
@@ -235,9 +253,18 @@ class GateModel:
         return first if first < math.inf else 0.0
 
 
-def waits(cell: Cell, policy: Policy, seed: int = 0) -> list[float]:
+def waits(cell: Cell, policy: Policy, seed: int = 0, speeds: TierSpeeds | None = None) -> list[float]:
     """Return the seconds to the first token of all requests of a cell, in the order of their arrival."""
-    return [wait for _, wait, _ in sorted(GateModel(cell, policy, seed).run())]
+    return [wait for _, wait, _ in sorted(GateModel(cell, policy, seed, speeds).run())]
+
+
+def kept_speeds(cell: Cell, seed: int = 0) -> Memory:
+    """Return what an engine has left that has run other requests of a cell, and was stopped."""
+    memory = Memory()
+    model = GateModel(replace(cell, requests=EARLIER), "auto", seed + 1000, memory)
+    model.run()
+    model.manager.shutdown()
+    return memory
 
 
 def mean_wait(cell: Cell, policy: Policy, seed: int = 0) -> float:
@@ -297,12 +324,23 @@ class Cold:
     """Quotient of the times to the first token of the first prompt."""
     mean: float
     """Quotient of the mean times of the first :data:`FRESH` prompts."""
+    holds: bool
+    """True if the first prompt takes at most 5% and 10 ms longer than the better one."""
 
 
-def cold(cell: Cell, seed: int = 0) -> Cold:
-    """Return the comparison of a fresh engine, which knows neither its own speed nor the tier's."""
-    never, always, auto = (waits(cell, policy, seed) for policy in ("never", "always", "auto"))
-    return Cold(cell, auto[0] / min(never[0], always[0]), mean(auto) / min(mean(never), mean(always)))
+def cold(cell: Cell, seed: int = 0, *, again: bool = False) -> Cold:
+    """Return the comparison of an engine that has just started.
+
+    Args:
+        cell: the conditions.
+        seed: seed of the runs.
+        again: True if another engine has run before, whose speeds the tier has kept; False (default) if the speeds of
+            the engine and of the tier are not known.
+    """
+    never, always = waits(cell, "never", seed), waits(cell, "always", seed)
+    auto = waits(cell, "auto", seed, kept_speeds(cell, seed) if again else None)
+    best = min(never[0], always[0])
+    return Cold(cell, auto[0] / best, mean(auto) / min(mean(never), mean(always)), auto[0] <= 1.05 * best + 0.01)
 
 
 def cold_grid() -> list[Cell]:

@@ -37,6 +37,9 @@ from tiering.epochs.documents import LEASES as LEASES
 from tiering.epochs.hot_keys import HOT as HOT
 from tiering.epochs.hot_keys import HOT_SECONDS as HOT_SECONDS
 from tiering.epochs.hot_keys import hot_namespace as hot_namespace
+from tiering.epochs.speeds import SPEED_SECONDS as SPEED_SECONDS
+from tiering.epochs.speeds import SPEEDS as SPEEDS
+from tiering.epochs.speeds import speeds_namespace as speeds_namespace
 from tiering.index.shared import SharedIndex as SharedIndex
 from tiering.index.shared import parse_place as parse_place
 from tiering.index.slots import SlotIndex as SlotIndex

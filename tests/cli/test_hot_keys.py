@@ -1,4 +1,4 @@
-"""The documents with hot keys in ``inspect``, ``gc`` and ``clear``, and the word in ``check``."""
+"""The documents with hot keys and speeds in ``inspect``, ``gc`` and ``clear``; and ``check``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.tiers.local.rig import LocalRig
 from tiering.admin.records import Severity
 from tiering.epochs.described import DESCRIBED
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_document
+from tiering.epochs.speeds import SPEED_SECONDS, SPEEDS
 from tiering.testing.tier_tests import K
 
 OLD = HOT_SECONDS + 60
@@ -131,3 +132,28 @@ def test_check_says_how_much_a_warm_start_can_load(words: dict[str, object], sev
 
 def test_check_says_nothing_about_a_warm_start_that_is_not_there() -> None:
     assert "warm start" not in stack_findings(SCRATCH)
+
+
+def test_speeds_are_removed_when_they_have_expired_and_with_their_namespace(
+    disk: Path, published: Path, hot_pool: tuple[FakeS3, Path, str]
+) -> None:
+    (name,) = {path.name.split("-")[1] for path in hot_files(published)}
+    own, other, old = (published / "documents" / f"{SPEEDS}{of}-{'0' * 16}" for of in (name, "0" * 32, f"{'1' * 32}"))
+    for path in (own, other, old):
+        path.write_bytes(b"speeds")
+    os.utime(old, (time.time() - SPEED_SECONDS, time.time() - SPEED_SECONDS))
+    assert kv_tiering("gc", disk, "--yes").code == 0
+    assert (own.exists(), other.exists(), old.exists()) == (True, True, False)
+    assert kv_tiering("clear", disk, "--namespace", name, "--yes").code == 0
+    assert (own.exists(), other.exists()) == (False, True)
+
+    fake, stack, document = hot_pool
+    name = document.split("-")[1]
+    names = [f"prod/documents/{SPEEDS}{of}-{'0' * 16}" for of in (name, "0" * 32, "1" * 32)]
+    for age, of in zip((0.0, 0.0, SPEED_SECONDS), names, strict=True):
+        fake.objects[of] = b"speeds"
+        fake.modified[of] = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age)
+    assert kv_tiering("gc", stack, "--yes").code == 0
+    assert [of in fake.objects for of in names] == [True, True, False]
+    assert kv_tiering("clear", stack, "--namespace", name, "--yes").code == 0
+    assert [of in fake.objects for of in names] == [False, True, False]

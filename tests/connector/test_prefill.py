@@ -21,6 +21,7 @@ class Noting(FakeManager):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[Sequence[float]] = []
+        self.others: list[float] = []
         self.assumed: list[bool] = []
         self.measured: list[str] = []
         self.first_tokens: list[tuple[str, float]] = []
@@ -31,8 +32,9 @@ class Noting(FakeManager):
     def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
         self.first_tokens.append((req_context.req_id, prefill_seconds))
 
-    def note_compute(self, seconds: Sequence[float], *, is_assumed: bool = False) -> None:
+    def note_compute(self, seconds: Sequence[float], *, others: float = 0.0, is_assumed: bool = False) -> None:
         self.noted.append(seconds)
+        self.others.append(others)
         self.assumed.append(is_assumed)
 
 

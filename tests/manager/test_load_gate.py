@@ -14,7 +14,8 @@ from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, SHORTER, Load
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.prefix_search import HANDOVER_SECONDS
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.secondary.contract import JobResult, LoadOrCompute, TransferJob
+from tiering.secondary.contract import JobResult, TransferJob
+from tiering.secondary.speeds import LoadOrCompute
 from tiering.testing.clock import FakeClock
 from tiering.testing.fake_tier import FakeTier
 
@@ -426,7 +427,7 @@ class Handover(Rig):
 
 
 def test_the_time_from_the_load_to_the_engine_counts() -> None:
-    """A load of 0.5 s pays beside 1 s of computing, unless the engine has its blocks 0.6 s later at the soonest."""
+    """A load of 0.5 s pays beside 1 s of computing, but not if its blocks come 0.6 s later."""
     rig = Handover()
     assert [rig.load(str(number), 0.6) for number in range(3)] == [10, 0, 0]
     rig = Handover()

@@ -13,6 +13,7 @@ from tiering.api.namespace import Namespace
 from tiering.epochs.documents import LEASES
 from tiering.epochs.driver import SURE_SECONDS, begin_common
 from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
+from tiering.epochs.speeds import SPEEDS, speeds_namespace
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import parse_place
 from tiering.medium.block_store import BlockStore
@@ -88,13 +89,14 @@ class SharedAdmin(TierAdmin):
     async def clear(self, namespace: str, *, dry_run: bool) -> Collected:
         cleared = await super().clear(namespace, dry_run=dry_run)
         if not dry_run:
-            await asyncio.to_thread(self._clear_hot_keys, namespace)
+            await asyncio.to_thread(self._clear_hints, namespace)
         return cleared
 
-    def _clear_hot_keys(self, namespace: str) -> None:
-        for name in self._store.list_documents(HOT):
-            if hot_namespace(name) == namespace:
-                self._store.remove_document(name)
+    def _clear_hints(self, namespace: str) -> None:
+        for prefix, namespace_of_name in ((HOT, hot_namespace), (SPEEDS, speeds_namespace)):
+            for name in self._store.list_documents(prefix):
+                if namespace_of_name(name) == namespace:
+                    self._store.remove_document(name)
 
     def expected_key(self, block: StoredBlock) -> bytes | None:
         named = parse_place(block.place)

@@ -312,12 +312,13 @@ class OffloadingManager(ABC):
         """True if the manager chooses between loading and computing, by :meth:`note_compute`; default False."""
         return False
 
-    def note_compute(self, seconds: Sequence[float], *, is_assumed: bool = False) -> None:
+    def note_compute(self, seconds: Sequence[float], *, others: float = 0.0, is_assumed: bool = False) -> None:
         """Note how long the engine takes to compute one block of each KV-cache group at present.
 
         Args:
             seconds: seconds of one block, by group: infinity for a group whose blocks are always loaded. Before the
                 first call, all blocks are loaded.
+            others: part by which other requests lengthen these seconds; default 0.
             is_assumed: True if nothing was measured yet. Requests that wait then follow the first measured seconds.
         """
 

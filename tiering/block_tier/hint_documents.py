@@ -1,4 +1,4 @@
-"""The part of a block tier that writes and reads hints: hot keys, and descriptions for KV events."""
+"""The parts of a block tier that write and read hints: hot keys, descriptions and speeds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tiering.api.descriptions import Described, Description, TierDescriptions
 from tiering.api.keys import OffloadKey
 from tiering.api.namespace import Namespace
 from tiering.block_tier.parts import TierParts
-from tiering.epochs import described
+from tiering.epochs import described, speeds
 from tiering.epochs.hot_keys import MAX_BYTES, PackedRuns, hot_document, hot_documents, pack, parse, runs_of
 from tiering.errors import StoreError
 from tiering.medium.side import IoTask
 from tiering.runtime.forks import inert_in_children
+from tiering.runtime.hardware import hardware
 from tiering.secondary.contract import MAX_ENGINES, TierHotKeys
+from tiering.secondary.speeds import Speeds, TierSpeeds
 
 _log = logging.getLogger("kv_tiering.tier")
 _T = TypeVar("_T")
@@ -164,6 +166,35 @@ class HotKeys(HintDocuments[PackedRuns], TierHotKeys):
             found += runs is not None
             if found == MAX_ENGINES:
                 break
+
+
+class SpeedDocuments(HintDocuments[Speeds], TierSpeeds):
+    """Publishes and gathers speeds (:mod:`tiering.epochs.speeds`)."""
+
+    task = "speeds"
+    acts = ("publish the speeds of this engine", "read the speeds of the last engine")
+
+    def _count(self, written: int, refused: int) -> None:
+        pass  # One that does not count costs what an engine without any costs.
+
+    def publish(self, found: Speeds) -> None:
+        namespace = self._epoch()
+        if namespace is not None and not self._writing and self._publishes():
+            self._write(partial(self._publish, namespace, found))
+
+    def _publish(self, namespace: Namespace, found: Speeds) -> int:
+        data = speeds.pack(namespace, hardware(), time.time(), found)
+        self._store.write_document(speeds.speeds_document(namespace, hardware()), data)
+        return 1
+
+    def gather(self) -> Sequence[Speeds] | None:
+        return self._gather(self._of_namespace)
+
+    def _of_namespace(self, namespace: Namespace) -> Iterator[Speeds | None]:
+        name = speeds.speeds_document(namespace, hardware())
+        yield self._parsed(
+            name, speeds.DOCUMENT_BYTES, lambda data: speeds.parse(data, namespace, hardware(), time.time())
+        )
 
 
 class Descriptions(HintDocuments[Described[object]], TierDescriptions):

@@ -19,7 +19,7 @@ from tiering.api.manager import OffloadingEvent
 from tiering.api.namespace import Namespace
 from tiering.api.request import ReqContext
 from tiering.block_tier.event_log import BlockNotes, EventLog
-from tiering.block_tier.hint_documents import Descriptions, HintDocuments, HotKeys
+from tiering.block_tier.hint_documents import Descriptions, HintDocuments, HotKeys, SpeedDocuments
 from tiering.block_tier.intake import OFFER_AGAIN_AFTER, Intake
 from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
@@ -124,7 +124,11 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             return options.admission != "none" and not self._life.private
 
         hot_keys, descriptions = HotKeys(parts, self._served_epoch, publishes), None
+        speeds = None
         self._hints: list[HintDocuments[Any]] = [hot_keys]
+        if options.load_or_compute == "auto":
+            speeds = SpeedDocuments(parts, lambda: self.namespace, lambda: options.admission != "none")
+            self._hints.append(speeds)
         if context.enable_events and not index.shared:
             descriptions = Descriptions(parts, self._served_epoch, publishes)
             self._hints.append(descriptions)
@@ -143,6 +147,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             intake=self,
             hot_keys=hot_keys,
             descriptions=descriptions,
+            speeds=speeds,
         )
 
         self._clock = context.clock

@@ -4,7 +4,7 @@ A step begins when the engine's scheduler has built it, or when the step before 
 later: with asynchronous scheduling, a step is built while another one runs. A step ends when the engine reports it.
 The first token of a request is there when the step ends that computes the last token of its prompt.
 
-Until a step with a prompt has ended, a speed is assumed (:data:`ASSUMED_SPEED`).
+Until a step with a prompt has ended, a speed is assumed (:data:`ASSUMED_SPEED`), or that of an earlier engine counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ ASSUMED_SPEED = 10_000.0
 
 For engines from 500 to 50,000 tokens per second, no other value costs a first prompt less in the worst case. A medium
 that delivers nothing lets it take 1 + 50,000 / 10,000 = 6 times as long as computing. A load that is cut off at a
-twentieth of the time of computing, just before its half has arrived, lets it take 5.5 times as long as the load.
+twentieth of the time of computing, just before its half has arrived, lets it take 5.5 times as long as the load. That
+is the least that any rule can promise, even if it knows the medium: the same load of 5,000 tokens per second takes ten
+times as long as computing, or a tenth of it. What an earlier engine has measured replaces the assumption
+(:mod:`tiering.manager.kept_speeds`).
 """
 
 HALF_LIFE = 30.0
@@ -174,10 +177,11 @@ class PrefillSpeed:
             # none waits for another one, as with a client that sends one after another, the share is the prompts' own.
             share = self._share.value
             others = min(share / (1.0 - share), self._beside / self._alone)
-            self._note(self._cost.per_unit_beside(self._least) * (1.0 + others))
+            self._note(self._cost.per_unit_beside(self._least), others)
         for prompt in ends:
             self._manager.note_first_token(prompt.ctx, prompt.tokens * self._cost.per_unit_beside(self._least))
 
-    def _note(self, per_token: float, *, is_assumed: bool = False) -> None:
+    def _note(self, per_token: float, others: float = 0.0, *, is_assumed: bool = False) -> None:
+        per_token *= 1.0 + others
         seconds = [math.inf if size == math.inf else size * per_token for size in self._tokens]
-        self._manager.note_compute(seconds, is_assumed=is_assumed)
+        self._manager.note_compute(seconds, others=others, is_assumed=is_assumed)

@@ -23,6 +23,7 @@ from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, Offlo
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import MAX_ENGINES, MAX_EVENTS, StepEnd
+from tiering.secondary.speeds import Speeds
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -173,6 +174,14 @@ def _list_of(kind: type, most: int, answer: Any, *_: object) -> list[Any] | None
     return items
 
 
+def _speeds(answer: Any, *_: object) -> list[Speeds] | None:
+    """Return the speeds, if there are any; None: not known yet."""
+    found: list[Speeds] | None = _list_of(Speeds, 1, answer)
+    if found and not all(isinstance(value, float) and 0.0 <= value < math.inf for value in found[0]):
+        raise BreachError
+    return found
+
+
 POSITIONS = Answer("None or ascending positions of the keys that it was asked for", _positions)
 CREDIT = Answer("None or a whole number of blocks", _credit)
 TRUTH = Answer("True or False", truth)
@@ -183,6 +192,7 @@ STEP_END = Answer("None or a StepEnd", _step_end)
 STATISTICS = Answer("TierStats with finite numbers", _statistics)
 HOT_KEYS = Answer("None or, for each engine, runs of keys", partial(_list_of, Sequence, MAX_ENGINES))
 """The keys are not checked (:func:`checked_run`)."""
+SPEEDS = Answer("None or the speeds that it has read, positive numbers of seconds", _speeds)
 DOCUMENTS = Answer("None or the documents that it has read", partial(_list_of, Described, MOST_DOCUMENTS))
 
 

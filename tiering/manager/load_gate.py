@@ -7,7 +7,7 @@ the load costs those that come meanwhile. While no job of the tier ends, at leas
 
 - Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
-  less than computing.
+  less than computing. What an earlier engine has measured counts instead (:mod:`tiering.manager.kept_speeds`).
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`).
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,
@@ -65,6 +65,7 @@ class LoadGate:
         "_factor",
         "_fixed",
         "_got",
+        "_is_measured",
         "_is_short",
         "_next_probe",
         "_outstanding",
@@ -80,6 +81,7 @@ class LoadGate:
         self._outstanding = self._got = 0
         self._begun = self._progress = 0.0
         self._fixed = True
+        self._is_measured = False
         self._share: TimeShare | None = None
         self._next_probe = -math.inf
         self._factor, self._corrected = 1.0, 0.0
@@ -90,6 +92,24 @@ class LoadGate:
         """Blocks that the tier held and that requests computed because a load would have taken longer."""
         self.cut = 0
         """Blocks that requests waited for until computing would have taken as long."""
+
+    @property
+    def measured(self) -> tuple[float, float] | None:
+        """Fixed seconds of a load and those of each of its blocks; None before the first load."""
+        return None if not self._is_measured or self._cost.per_unit is None else (self._cost.fixed, self._cost.per_unit)
+
+    def assume(self, fixed: float, per_block: float, now: float) -> None:
+        """Expect loads to take what an earlier engine has measured, until one has ended.
+
+        Args:
+            fixed: seconds of a load that do not depend on its blocks.
+            per_block: seconds of each of its blocks.
+            now: present time.
+        """
+        if not self._is_measured:
+            self._cost = LinearCost(HALF_LIFE)
+            for blocks in (1, PROBE_BLOCKS):
+                self._cost.observe(blocks, fixed + blocks * per_block, now)
 
     def begin(self, blocks: int, now: float) -> None:
         """Record that a load of ``blocks`` was submitted."""
@@ -110,6 +130,8 @@ class LoadGate:
         seconds = now - self._begun
         if seconds < SHORTEST:
             return
+        if not self._is_measured:
+            self._is_measured, self._cost = True, LinearCost(HALF_LIFE)
         self._cost.observe(self._got, seconds, now, fixed=self._fixed)
         if self._share is not None:
             self._share.add(arrived * (self._cost.per_unit or 0.0), now)

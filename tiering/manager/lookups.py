@@ -38,6 +38,8 @@ class ManagerLookups(ManagerParts):
             self._jobs.collect()
             if self.primary_tier.keeper is not None:
                 self.primary_tier.keeper.step()
+            if self._kept_speeds is not None and self._kept_speeds.gathering:
+                self._kept_speeds.gather()
         request = self._known.get(req_context.req_id)
         if request is None or request.finished:
             if not self._requests.admit_late_load(req_context):
@@ -113,15 +115,17 @@ class ManagerLookups(ManagerParts):
         request = self._known.get(req_context.req_id)
         return math.inf if request is None else request.load_by
 
-    def note_compute(self, seconds: Sequence[float], *, is_assumed: bool = False) -> None:
+    def note_compute(self, seconds: Sequence[float], *, others: float = 0.0, is_assumed: bool = False) -> None:
         self._owner.claim()
         search = self._search
-        if search.is_assumed and not is_assumed:
+        if is_assumed and self._kept_speeds is not None:
+            seconds = self._kept_speeds.assumed(seconds)
+        if search.is_assumed:
             pairs = zip(seconds, search.compute_seconds, strict=False)
             factor = next((new / old for new, old in pairs if 0.0 < old < math.inf), 1.0)
             for request in self._known.values():
                 request.stretch_wait(factor)
-        search.compute_seconds, search.is_assumed = seconds, is_assumed
+        search.compute_seconds, search.others, search.is_assumed = seconds, others, is_assumed
 
     def measure_worth(self, req_context: ReqContext) -> None:
         self._owner.claim()

@@ -102,6 +102,8 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         if self._jobs.awaited:
             self._cascade_awaited()
         warms = self._warm is not None and self._warm.step()
+        if self._kept_speeds is not None:
+            self._kept_speeds.step()
         if self._early.waiting or self._early.later:
             self._early.step()
         if self._promotions.queued:
@@ -234,6 +236,8 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         if self._tiers.end_step(state).superseded:
             self._follow(deadline)
             opened = bool(self._tiers.ask(state, TRUTH, state.tier.open, deadline))
+        if self._kept_speeds is not None:
+            self._kept_speeds.gather()
         return opened
 
     def hand_over(self) -> None:
@@ -277,6 +281,8 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         self._promotions.drop_queued()
         if self._warm is not None:
             self._warm.publish()
+        if self._kept_speeds is not None:
+            self._kept_speeds.publish()
         stopped = self._tiers.shut_down(self._shutdown_deadline, self._jobs.drain)
         self._jobs.collect()
         if len(self._jobs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from tiering.advisor.advisor import SizeAdvisor
@@ -14,6 +15,7 @@ from tiering.api.manager import OffloadingManager
 from tiering.manager.answers import DOCUMENTS, MOST_DOCUMENTS, TRUTH
 from tiering.manager.early import EarlyPromotions
 from tiering.manager.jobs import TierJobs
+from tiering.manager.kept_speeds import KeptSpeeds
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.open_lookups import OpenLookups
 from tiering.manager.prefix_search import PrefixSearch
@@ -156,6 +158,8 @@ class ManagerParts(OffloadingManager):
         self._open_lookups = OpenLookups(
             self.news, all(tier.traits.announces_news for tier in self.secondary_tiers), clock
         )
+        kept_speeds = KeptSpeeds(self._tiers, self._search, partial(self.note_compute, is_assumed=True), clock)
+        self._kept_speeds = kept_speeds if kept_speeds.gathering else None
         self._rest = Rest(self.news)
         self._requests = Requests(self._tiers, agreement or EpochAgreement(), clock)
         self._known = self._requests.known

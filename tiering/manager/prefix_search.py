@@ -31,7 +31,7 @@ MAX_RUNS = 128
 """Largest number of runs of missing blocks that one search promotes; later steps promote the rest."""
 
 HANDOVER_SECONDS = 300.0
-"""Length of a period of the shortest time from the end of a load to its blocks in the engine's cache, in seconds."""
+"""Length of a period of the shortest time from a load to the engine's cache, in seconds."""
 
 UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
@@ -113,6 +113,8 @@ class PrefixSearch:
         """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
         self.is_assumed = False
         """True if :attr:`compute_seconds` are not measured yet."""
+        self.others = 0.0
+        """Part by which the requests that come meanwhile lengthen :attr:`compute_seconds`."""
         self._handover = Shortest(HANDOVER_SECONDS, clock())
         """Seconds from the end of a load to the blocks in the engine's cache: steps and a copy."""
 

@@ -61,7 +61,7 @@ class Request:
     load_by: float = math.inf
     """Time until which the request waits for gated loads: as long as computing their blocks takes."""
     arrived_at: float = -math.inf
-    """Time at which the latest blocks from a gated tier have arrived for the request's next load; before: none have."""
+    """Time at which the latest blocks for the request's next load have come from a gated tier."""
     is_cut: bool = False
     """True once the request has waited that long in vain; it loads nothing more from gated tiers."""
     gated: set[int] = field(default_factory=set)

@@ -19,13 +19,13 @@ from tiering.manager.cascade_queue import CascadeQueue
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.worth import Worth
 from tiering.secondary.contract import (
-    LoadOrCompute,
     SecondaryTierManager,
     TierHotKeys,
     TierIntake,
     TierTraits,
     TransferJob,
 )
+from tiering.secondary.speeds import LoadOrCompute, TierSpeeds
 
 _T = TypeVar("_T")
 
@@ -190,6 +190,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "intake": ("a TierIntake or None", partial(_part, TierIntake)),
     "hot_keys": ("a TierHotKeys or None", partial(_part, TierHotKeys)),
     "descriptions": ("a TierDescriptions or None", partial(_part, TierDescriptions)),
+    "speeds": ("a TierSpeeds or None", partial(_part, TierSpeeds)),
     "load_or_compute": ("auto, always or never", _rule),
 }
 """Per trait that the manager keeps, the allowed values and the function that reads one."""

@@ -29,10 +29,8 @@ from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import Done, Outcome, Place, Rows
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
+from tiering.secondary.speeds import LoadOrCompute, TierSpeeds
 from tiering.secondary.tier_stats import TierStats
-
-LoadOrCompute = Literal["auto", "always", "never"]
-"""Rule by which requests load the blocks of a tier or compute them."""
 
 Distance = Literal["process", "machine", "network"]
 """Distance of a medium: memory of this process, a device of this machine, or a service on the network."""
@@ -329,6 +327,8 @@ class TierTraits:
     """Part that keeps the keys which engines use most; None (default): the tier keeps none."""
     descriptions: TierDescriptions | None = None
     """Part that keeps descriptions of the blocks; None (default): the tier keeps none."""
+    speeds: TierSpeeds | None = None
+    """Part that keeps speeds for engines that start later; None (default): the tier keeps none."""
     load_or_compute: LoadOrCompute = "always"
     """Rule by which requests load or compute the blocks of this tier; default "always"."""
 

@@ -11,13 +11,13 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiering.secondary.contract import (
     JobResult,
-    LoadOrCompute,
     SecondaryTierManager,
     StepEnd,
     TierIntake,
     TierTraits,
     TransferJob,
 )
+from tiering.secondary.speeds import LoadOrCompute, TierSpeeds
 
 
 @dataclass
@@ -47,6 +47,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Smallest number of blocks that a load is worth; default 1."""
     load_or_compute: LoadOrCompute = "always"
     """Rule by which requests load or compute the tier's blocks; default "always"."""
+    speeds: TierSpeeds | None = None
+    """The tier's part that keeps speeds; default: none."""
     fill: bool = True
     """True if the tier takes blocks that a slower tier has delivered; default True."""
     mixes_requests: bool = False
@@ -103,6 +105,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
             self.fill,
             mixes_requests=self.mixes_requests,
             intake=None if self.takes_all else self,
+            speeds=self.speeds,
             load_or_compute=self.load_or_compute,
         )
 

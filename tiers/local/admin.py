@@ -22,6 +22,8 @@ from tiering.tier import (
     HEADER_BYTES,
     HOT,
     HOT_SECONDS,
+    SPEED_SECONDS,
+    SPEEDS,
     Collected,
     CorruptReason,
     EpochState,
@@ -40,6 +42,7 @@ from tiering.tier import (
     known_namespaces,
     namespace_of,
     parse_header,
+    speeds_namespace,
     store_error,
     store_errors,
 )
@@ -349,12 +352,16 @@ class LocalAdmin(TierAdmin):
         return ended
 
     def _drop_hints(self, namespace: str | None) -> None:
-        """Remove the hot keys and descriptions of one namespace, or (None) those without use for any engine."""
+        """Remove the hints of one namespace, or (None) those without use for any engine."""
         folder = self.directory / "documents"
         with store_errors(f"cannot remove documents in {folder}"):
             for path in folder.glob(f"{HOT}*"):
                 expired = self.clock() - path.stat().st_mtime >= HOT_SECONDS
                 if expired if namespace is None else hot_namespace(path.name) == namespace:
+                    self._files.unlink(path)
+            for path in folder.glob(f"{SPEEDS}*"):
+                expired = self.clock() - path.stat().st_mtime >= SPEED_SECONDS
+                if expired if namespace is None else speeds_namespace(path.name) == namespace:
                     self._files.unlink(path)
             for path in folder.glob(f"{DESCRIBED}*"):
                 named = described_namespace(path.name)

@@ -219,5 +219,5 @@ class ObjectAdmin(SharedAdmin):
         return collected
 
     def _expire_documents(self) -> None:
-        """Remove the notes and settlements about corrupt objects, and the hot keys, that count no more."""
+        """Remove the notes, settlements, hot keys and speeds that count no more."""
         self._store.remove_documents(ended(self._store.document_times(), self.clock()))

@@ -30,7 +30,7 @@ from typing import Protocol, Self
 from xxhash import xxh3_128
 
 from tiering import PermanentStoreError
-from tiering.tier import HOT, HOT_SECONDS, Place, RawBlock, Settlement
+from tiering.tier import HOT, HOT_SECONDS, SPEED_SECONDS, SPEEDS, Place, RawBlock, Settlement
 from tiers.object.bucket_options import SETTLEMENTS, SUSPECTS
 
 APART = 60.0
@@ -300,13 +300,13 @@ def _note_name(note: Note) -> str:
 
 
 def ended(times: Mapping[str, float], now: float) -> list[str]:
-    """Return the names of the notes, settlements and sets of hot keys that count no more.
+    """Return the names of the notes, settlements, sets of hot keys and speeds that count no more.
 
     Args:
         times: time of the last write of each, in seconds since 1970.
         now: the present time in seconds since 1970.
     """
-    ends = {SETTLEMENTS: 2 * HOUR, HOT: HOT_SECONDS, SUSPECTS: NOTE_SECONDS}
+    ends = {SETTLEMENTS: 2 * HOUR, HOT: HOT_SECONDS, SPEEDS: SPEED_SECONDS, SUSPECTS: NOTE_SECONDS}
     return [
         name
         for name, at in times.items()

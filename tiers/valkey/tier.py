@@ -22,6 +22,8 @@ from tiering.tier import (
     HOT,
     HOT_SECONDS,
     LEASES,
+    SPEED_SECONDS,
+    SPEEDS,
     BlockIO,
     BlockStore,
     BlockTier,
@@ -50,11 +52,13 @@ from tiers.valkey.client import ServerAddress, ValkeyClient, known_address
 
 logger = logging.getLogger("kv_tiering.valkey")
 
-_EXPIRING = (LEASES, HOT)
-"""Prefixes of the names of documents that are values of their own, because they expire."""
-
 LEASE_SECONDS = 86400
 """Seconds after which the server drops a lease that its engine has not renewed."""
+
+_LIFETIMES = {LEASES: LEASE_SECONDS, HOT: round(HOT_SECONDS), SPEEDS: round(SPEED_SECONDS)}
+"""Seconds that the documents with each prefix last, which are values of their own."""
+
+_EXPIRING = tuple(_LIFETIMES)
 
 _MOST_BYTES = 1 << 20
 """Bytes of a document that expires which are read at most."""
@@ -230,7 +234,7 @@ class ValkeyStore(BlockStore):
 
     def write_document(self, name: str, data: bytes) -> None:
         if name.startswith(_EXPIRING):
-            seconds = LEASE_SECONDS if name.startswith(LEASES) else round(HOT_SECONDS)
+            seconds = next(seconds for prefix, seconds in _LIFETIMES.items() if name.startswith(prefix))
             self.client.call("SET", self._leases + name, data, "EX", seconds)
         else:
             self.client.call("HSET", self._documents, name, data)

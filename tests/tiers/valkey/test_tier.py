@@ -81,18 +81,20 @@ def test_a_lease_expires_unless_it_is_renewed(own_server: ValkeyServer, make: Ma
         assert 80_000 < raw.ttl(lease) <= 86_400
 
 
-def test_hot_keys_expire_and_are_listed_and_read_like_documents(own_server: ValkeyServer) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("hot-", 600), ("speeds-", 30 * 86_400)])
+def test_hints_expire_and_are_listed_and_read_like_documents(own_server: ValkeyServer, kind: str, most: int) -> None:
     store = ValkeyStore(ValkeyOptions(url=own_server.url))
+    name = f"{kind}a"
     try:
-        assert store.read_document("hot-a") is None
-        store.write_document("hot-a", b"keys")
-        assert store.read_document("hot-a") == b"keys"
-        assert (list(store.list_documents("hot-")), list(store.list_documents("epoch-"))) == (["hot-a"], [])
+        assert store.read_document(name) is None
+        store.write_document(name, b"keys")
+        assert store.read_document(name) == b"keys"
+        assert (list(store.list_documents(kind)), list(store.list_documents("epoch-"))) == ([name], [])
         with valkey.Valkey(port=own_server.port) as raw:
-            assert 0 < raw.ttl("kv-tiering/leases/hot-a") <= 600
+            assert most - 60 < raw.ttl(f"kv-tiering/leases/{name}") <= most
             assert not raw.exists("kv-tiering/documents")
-        store.remove_document("hot-a")
-        assert store.read_document("hot-a") is None
+        store.remove_document(name)
+        assert store.read_document(name) is None
     finally:
         store.close()
 
