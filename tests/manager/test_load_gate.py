@@ -356,19 +356,6 @@ def test_loads_that_brought_nothing_do_not_count() -> None:
     assert gate.expected(1000, 30.0) == 0.0
 
 
-def test_loads_of_a_busy_tier_cost_those_that_come_meanwhile_as_well() -> None:
-    """A load of ten blocks takes a second; the tier loads half of the time, or a hundredth."""
-    pays = []
-    for pause in (1.0, 99.0):
-        gate, now = LoadGate(), 0.0
-        for _ in range(200):
-            gate.begin(10, now)
-            gate.end(10, 10, now + 1.0)
-            now += 1.0 + pause
-        pays.append((gate.decide(10, 1.2, 0.0, now), gate.decide(10, 1.6, 0.0, now)))
-    assert pays == [(False, True), (True, True)]
-
-
 def test_a_busy_tier_has_its_latency_once() -> None:
     gate, now = LoadGate(), 0.0
     for _ in range(40):

@@ -62,6 +62,11 @@ def test_the_choice_is_never_worse_than_the_better_one_and_a_gate_that_always_lo
     assert mean_regret(always) > 1.0
 
 
+def test_a_busy_tier_is_used_as_long_as_it_is_faster() -> None:
+    """Requests that come during a load compute where that is faster, so that the load costs them little."""
+    assert compare(Cell(50_000.0, (0.3,), 16_384, 0.5, 50), seed=2).holds
+
+
 @pytest.mark.parametrize("prefill", [2_000.0, 10_000.0])
 def test_the_model_leaves_and_returns_within_a_minute(prefill: float) -> None:
     """The tier is at full speed, at 1/100, and at full speed again."""

@@ -2,8 +2,9 @@
 
 A load of n blocks pays if it is expected to end before the engine would have computed them. Either all blocks of a run
 pay or none does, because both durations grow by a constant per block. Expected is the time of all blocks on their way
-from the tier and of the n blocks, that from the end of a load to its blocks in the engine's cache at least, and what
-the load costs those that come meanwhile. While no job of the tier ends, at least as long again as it has been silent.
+from the tier and of the n blocks, and that from the end of a load to its blocks in the engine's cache at least. While
+no job of the tier ends, at least as long again as it has been silent. Requests that come before the end of a load are
+not considered: they compute where that is faster.
 
 - Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
@@ -19,7 +20,6 @@ from __future__ import annotations
 import math
 
 from tiering.runtime.linear_cost import LinearCost
-from tiering.runtime.time_share import TimeShare
 
 HALF_LIFE = 2.0
 """Seconds after which a load has half of its weight in the estimate."""
@@ -32,12 +32,6 @@ SHORTEST = 1e-4
 
 STAY = 1.05
 """Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
-
-SHARE_HALF_LIFE = 30.0
-"""Seconds after which half of the weight of the share of time that the tier loads has faded."""
-
-MOST_SHARE = 0.5
-"""Largest share that counts, as for the engine's prefill."""
 
 PROBE_SECONDS = 4.0
 """Shortest time between two pairs of loads that only measure, in seconds."""
@@ -70,7 +64,6 @@ class LoadGate:
         "_next_probe",
         "_outstanding",
         "_progress",
-        "_share",
         "cut",
         "gated",
         "pays",
@@ -82,7 +75,6 @@ class LoadGate:
         self._begun = self._progress = 0.0
         self._fixed = True
         self._is_measured = False
-        self._share: TimeShare | None = None
         self._next_probe = -math.inf
         self._factor, self._corrected = 1.0, 0.0
         self._is_short = True
@@ -113,8 +105,6 @@ class LoadGate:
 
     def begin(self, blocks: int, now: float) -> None:
         """Record that a load of ``blocks`` was submitted."""
-        if self._share is None:
-            self._share = TimeShare(SHARE_HALF_LIFE, MOST_SHARE, now)
         if not self._outstanding:
             self._begun = self._progress = now
             self._got, self._fixed = 0, True
@@ -133,8 +123,6 @@ class LoadGate:
         if not self._is_measured:
             self._is_measured, self._cost = True, LinearCost(HALF_LIFE)
         self._cost.observe(self._got, seconds, now, fixed=self._fixed)
-        if self._share is not None:
-            self._share.add(arrived * (self._cost.per_unit or 0.0), now)
         if seconds > WINDOW:
             # The tier was busy all the time: what follows has no further latency.
             self._begun, self._got, self._fixed = now, 0, False
@@ -171,11 +159,6 @@ class LoadGate:
         if factor != 1.0:
             factor = math.pow(factor, math.pow(0.5, (now - self._corrected) / CORRECTED_SECONDS))
         seconds = self.expected(blocks, now) + handover
-        if self._share is not None and self._cost.per_unit is not None:
-            # A load makes those that come before its end later, by half of its own time on average. The share is that
-            # at the last load or probe: what loads while the tier rests would otherwise all come at once.
-            share = self._share.value
-            seconds += 0.5 * blocks * self._cost.per_unit * share / (1.0 - share)
         self.pays = factor * seconds <= (STAY * compute if self.pays else compute)
         return self.pays
 
