@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,40 @@ def test_the_head_of_a_load_is_copied_while_the_medium_still_reads_its_end(monke
                 go_on.set()
             assert found == [[True] * 16]
             assert copied == list(range(16))
+        finally:
+            go_on.set()
+
+
+def test_blocks_of_no_prefix_are_copied_while_the_first_ones_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.memory import MemoryStore
+
+    monkeypatch.setattr("tiering.engines.exchange.LOAD_BYTES", 4 * BLOCK)
+    original, go_on = MemoryStore.get_one, threading.Event()
+
+    def get_one(store: MemoryStore, block: Any) -> Any:
+        if block.key in KEYS[:4]:
+            go_on.wait()
+        return original(store, block)
+
+    monkeypatch.setattr(MemoryStore, "get_one", get_one)
+    keys, copied = [*KEYS[:6], *KEYS[54:]], []  # the last ten are in memory: more than one loan
+
+    def read(position: int, row: NDArray[np.uint8]) -> None:
+        assert np.array_equal(row[:BLOCK], CONTENT[KEYS.index(keys[position])])
+        copied.append(position)
+
+    with running() as exchange:
+        try:
+            for first in range(0, 64, 16):
+                stored = lambda n, row, first=first: write(first + n, row)  # noqa: E731
+                assert exchange.store(KEYS[first : first + 16], stored) == [True] * 16
+            with calling(partial(exchange.load, is_prefix=False), keys, read) as found:
+                assert until(lambda: len(copied) == 12)
+                assert sorted(copied) == list(range(4, 16))
+                assert not found
+                go_on.set()
+            assert found == [[True] * 16]
+            assert sorted(copied) == list(range(16))
         finally:
             go_on.set()
 

@@ -102,32 +102,44 @@ class _Held(_Call):
 
 
 class _Load(_Call):
-    """A load of blocks into the engine's memory, which are copied while those behind them come."""
+    """A load of blocks into the engine's memory, which are copied while others of them still come."""
 
     begun: int = 0
-    """Number of leading keys that were looked up."""
+    """Number of leading keys among those left that were looked up."""
+    has_more: bool = False
+    """True if the last loan left blocks that can be lent next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.left = {key: position for position, key in enumerate(self.keys)}
+        """Position of each key that is not decided."""
 
     def advance(self, exchange: BlockExchange) -> bool:
-        manager, keys = exchange.manager, self.keys[self.position : self.position + exchange.window]
-        if manager.still_pending(self.ctx):
+        manager = exchange.manager
+        if not self.has_more and manager.still_pending(self.ctx):
             return False
+        keys = tuple(itertools.islice(self.left, exchange.window))
         part = max(exchange.least, -(-len(keys) // LOAD_JOBS))
-        for end in range(max(self.begun - self.position, 0) + part, len(keys), part):
+        for end in range(self.begun + part, len(keys), part):
             if not manager.match_prefix(keys[:end], self.ctx).pending:
                 break
             manager.on_schedule_end()  # begins what is queued as a job of its own, which ends earlier than the rest
-        self.begun = self.position + len(keys)
-        match = manager.match_prefix(keys, self.ctx)
-        hits = manager.primary_tier.readable.leading(keys)
-        if match.pending and hits < min(len(keys), part):
+        self.begun = len(keys)
+        match, readable = manager.match_prefix(keys, self.ctx), manager.primary_tier.readable
+        found = keys[: readable.leading(keys)] if self.is_prefix else readable.known(keys)
+        if match.pending and not found:
             return False
-        if hits:
-            held = keys[: exchange.part][:hits]
+        decided = held = found[: exchange.part]
+        self.has_more = len(found) > len(held)
+        if held:
             rows = manager.prepare_load(held, self.ctx).block_ids
-            self.lent = _Loan(range(self.position, self.position + len(held)), held, rows)
-            self.position += len(held)
+            self.lent = _Loan([self.left[key] for key in held], held, rows)
         else:
-            self.position = len(self.keys) if self.is_prefix else self.position + 1
+            decided = tuple(self.left) if self.is_prefix else keys[:1]
+        for key in decided:
+            del self.left[key]
+        self.begun = max(0, self.begun - len(decided))
+        self.position += len(decided)
         return True
 
     def take_back(self, exchange: BlockExchange, loan: _Loan, *, copied: bool) -> None:

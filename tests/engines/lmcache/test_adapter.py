@@ -28,7 +28,7 @@ from tests.engines.lmcache.double import (
 )
 from tests.thread_limit import ThreadLimit
 from tiering.api.manager import OffloadingEvent
-from tiering.engines.lmcache.objects import Layout, Ledger
+from tiering.engines.lmcache.objects import Layout, Ledger, block_sizes, layout_of, parts_of
 from tiering.errors import ConfigError, TierUnavailableError
 from tiering.testing.clock import until
 
@@ -139,6 +139,19 @@ def test_an_object_that_is_larger_than_the_memory_passes_through_it_in_parts() -
         back = empty(names, shape)
         assert controller.load(back) == [True]
         assert same(back, objects(names, shape))
+
+
+def test_an_object_has_the_same_blocks_in_all_versions() -> None:
+    """A change would make a miss of each object that an earlier version has stored."""
+    layout = layout_of([torch.Size((4, 8, 16, 128))], [torch.bfloat16])
+    assert layout == Layout(131072, '[[[4, 8, 16, 128], "torch.bfloat16"]]')
+    key = ObjectKey(chunk_hash=b"x" * 32, model_name="org/model", kv_rank=1)
+    parts = parts_of(key, Layout(5 << 20, layout.text), block_sizes(2 << 20))
+    assert [(part.start, part.nbytes, part.key.hex()) for part in parts] == [
+        (0, 2 << 20, "20835cba01dfe0005830b814ce4e4abb845b7d06bd404592e7314b7b553c491200000000"),
+        (2 << 20, 2 << 20, "6dffb8545020ca267aca29b57b3706ba2b61d46c10e451b49e89b887c236472600000000"),
+        (4 << 20, 1 << 20, "90222e1f6fe8718c13e45a91e01f6f489a23bb9730635c51634fd3928b5dd50600000001"),
+    ]
 
 
 OTHER_KEYS: dict[str, dict[str, Any]] = {

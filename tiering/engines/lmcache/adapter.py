@@ -126,12 +126,13 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         Each run has time of its own to find room.
         """
         run: list[Buffer] = []
-        largest = 1 if self._exchange is None else self._exchange.part
+        rows, largest = 0, 1 if self._exchange is None else self._exchange.part
         for buffer in buffers:
-            if run and sum(len(each.parts) for each in run) + len(buffer.parts) > largest:
+            if run and rows + len(buffer.parts) > largest:
                 yield run
-                run = []
+                run, rows = [], 0
             run.append(buffer)
+            rows += len(buffer.parts)
         if run:
             yield run
 

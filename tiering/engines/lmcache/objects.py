@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ _LEAST_BYTES = 4096
 
 _SIZES = 8
 """Largest number of sizes of blocks."""
+
+_LAYOUTS = 256
+"""Number of layouts that are kept; a server has a few."""
+
+_encode = json.JSONEncoder(sort_keys=True).encode
 
 MOST_BLOCKS = 1 << 18
 """Largest number of blocks whose objects are recorded, in about 100 MB."""
@@ -52,7 +58,12 @@ def layout_of(shapes: Iterable[Any] | None, dtypes: Iterable[Any] | None) -> Lay
         shapes: shapes of the object's tensors.
         dtypes: dtypes of the tensors.
     """
-    pairs = [([int(n) for n in shape], dtype) for shape, dtype in zip(shapes or (), dtypes or (), strict=True)]
+    return _layout_of(tuple([tuple(shape) for shape in shapes or ()]), tuple(dtypes or ()))
+
+
+@lru_cache(_LAYOUTS)
+def _layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> Layout | None:
+    pairs = [([int(n) for n in shape], dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     if not pairs:
         return None
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
@@ -77,9 +88,9 @@ def parts_of(key: Any, layout: Layout, sizes: Sequence[int]) -> list[Part]:
         layout: the object's layout.
         sizes: the sizes of blocks.
     """
-    fields = {field.name: getattr(key, field.name) for field in dataclasses.fields(key)}
+    fields = {name: getattr(key, name) for name in _names_of(key.__class__)}
     plain = {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
-    base = hashlib.sha256(json.dumps([plain, layout.nbytes, layout.text], sort_keys=True).encode()).digest()
+    base = hashlib.sha256(_encode([plain, layout.nbytes, layout.text]).encode()).digest()
     parts = []
     for number, start in enumerate(range(0, layout.nbytes, sizes[0])):
         nbytes = min(sizes[0], layout.nbytes - start)
@@ -87,6 +98,12 @@ def parts_of(key: Any, layout: Layout, sizes: Sequence[int]) -> list[Part]:
         name = hashlib.sha256(base + number.to_bytes(4, "big")).digest()
         parts.append(Part(make_offload_key(name, group), start, nbytes))
     return parts
+
+
+@lru_cache
+def _names_of(kind: type[Any]) -> tuple[str, ...]:
+    """Return the names of the fields of a kind of key."""
+    return tuple([field.name for field in dataclasses.fields(kind)])
 
 
 @dataclass(frozen=True, slots=True)
