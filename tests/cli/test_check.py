@@ -230,6 +230,12 @@ def test_the_directory_of_traces(place: str, severity: Severity, text: str, tmp_
     assert not (tmp_path / "traces").exists()
 
 
+def test_the_word_events_is_a_note_as_engines_refuse_it() -> None:
+    found = stack_findings(events=True)["events"]
+    assert (found.severity, "vLLM, SGLang and LMCache refuse the word" in found.text) == (Severity.INFO, True)
+    assert "events" not in stack_findings()
+
+
 def test_a_slow_tier_before_a_fast_one_is_a_warning(tmp_path: Path) -> None:
     stack = StackConfig.model_validate(
         {"primary": {"capacity": "1MiB"}, "secondary": [s3("kv-cache", "http://127.0.0.1:1"), local(tmp_path)]}

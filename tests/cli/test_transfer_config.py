@@ -95,6 +95,7 @@ def test_a_stack_file_that_a_dictionary_names_is_read(tmp_path: Path) -> None:
         (several(own(**STACK), own(**STACK)), r"names 2 stacks .kv_connector_extra_config.connectors\[0\]"),
         (offloading("fs"), "secondary_tiers: (?s:.*)is not a list of mappings"),
         (own(**STACK, sharer_wat=1), "did you mean sharer_wait"),
+        (own(**STACK, events=True), "kv_connector_extra_config: events: has no effect in vLLM"),
         ({"kv-transfer-config": "{"}, "is no JSON"),
         ({"kv-transfer-config": 7}, "is not a mapping with kv_connector"),
         ({**STORAGE, "class_name": "Storage"}, "class_name: 'Storage' is not KVTieringStorage"),

@@ -63,6 +63,9 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
         yield from _probe_prefetches(stack)
     if stack.warm_start is not None:
         yield _probe_warm_start(stack.warm_start, stack.primary.capacity)
+    if stack.events:
+        text = "only an engine that takes the manager's events has them; vLLM, SGLang and LMCache refuse the word"
+        yield Finding(Severity.INFO, "events", text, "behind one of these, leave it out")
     if stack.record_trace is not None:
         yield _probe_trace(stack.record_trace)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tiering.api.masking import shown
-from tiering.config.inline import ADAPTER, STORAGE, TIER, is_tier, read_adapter, read_storage, read_tier
+from tiering.config.inline import ADAPTER, NO_EVENTS, STORAGE, TIER, is_tier, read_adapter, read_storage, read_tier
 from tiering.config.source import read_plain
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -114,7 +114,7 @@ def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackC
         raise ConfigError(f"{where}kv_connector_extra_config: {shown(extra)} is not a mapping")
     inside = f"{where}kv_connector_extra_config"
     if connector == "TieringConnector":
-        yield inside, _read(inside, read_stack, extra)
+        yield inside, _read(inside, _connector, extra)
     elif connector == "OffloadingConnector":
         for number, tier in enumerate(_list(inside, extra, "secondary_tiers")):
             place = f"{inside}.secondary_tiers[{number}]"
@@ -126,6 +126,13 @@ def _stacks(where: str, config: Mapping[str, Any]) -> Iterator[tuple[str, StackC
     elif connector == "MultiConnector":
         for number, child in enumerate(_list(inside, extra, "connectors")):
             yield from _stacks(f"{inside}.connectors[{number}].", child)
+
+
+def _connector(extra: Mapping[str, Any]) -> StackConfig:
+    """Return the stack in the dictionary of ``TieringConnector``."""
+    if (stack := read_stack(extra)).events:
+        raise ConfigError(f"events: {NO_EVENTS}; leave it out")
+    return stack
 
 
 def _list(where: str, extra: Mapping[str, Any], word: str) -> Sequence[Mapping[str, Any]]:

@@ -63,6 +63,9 @@ _LONGEST_TASK = 25.0
 LARGEST_BLOCK = 2 << 20
 """Size in bytes of the largest blocks of LMCache's objects, by default."""
 
+NO_EVENTS = "has no effect in vLLM: --kv-events-config decides"
+"""What is wrong with a stack's word ``events`` in vLLM."""
+
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 _SEEN = {
     ("primary", "inclusion"): "the GPU's own cache",
@@ -113,7 +116,7 @@ def read_tier(given: Mapping[str, Any]) -> StackConfig:
     locality = given.get("locality")
     if locality is not None and locality not in _LOCALITIES:
         raise ConfigError(f"locality: {locality!r} is not allowed: it should be LOCAL or REMOTE")
-    if problems := list(_without_effect(stack, "vLLM", "has no effect in vLLM: --kv-events-config decides")):
+    if problems := list(_without_effect(stack, "vLLM", NO_EVENTS)):
         refuse("the tier of vLLM's own tiering", problems)
     return stack
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from tiering.config.inline import NO_EVENTS
 from tiering.engines.vllm.refusals import check_one_stage, check_parallel, check_role
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.selection import simple_options
@@ -79,9 +80,7 @@ class LookupCheck:
                 for parallel in _parallel_configs(caller):
                     check_one_stage(parallel)
             if (read_stack(extra) if simple is None else simple).events:
-                raise ConfigError(
-                    "events: has no effect in vLLM, which publishes events if --kv-events-config says so; leave it out"
-                )
+                raise ConfigError(f"events: {NO_EVENTS}; leave it out")
         except ConfigError as error:
             raise StartupError(str(error)) from None
         self._checked.add(known)
