@@ -195,7 +195,7 @@ def test_a_missing_package_names_the_extra(package: str) -> None:
 
 
 def test_the_library_is_imported_without_the_command_line() -> None:
-    code = "import sys, tiering; print(*[m for m in ('tiering.cli', 'click', 'rich') if m in sys.modules])"
+    code = "import sys, tiering; print(*[m for m in ('tiering.cli', 'click', 'rich', 'aiofiles') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
 

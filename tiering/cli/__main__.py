@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-NEEDED = frozenset({"click", "rich", "prometheus_client"})
+NEEDED = frozenset({"click", "rich", "aiofiles", "prometheus_client"})
 """Packages of the extra ``cli``."""
 
 

@@ -216,19 +216,21 @@ class LocalAdmin(TierAdmin):
                     yield block
 
     async def read(self, block: StoredBlock) -> memoryview | None:
-        return await asyncio.to_thread(self._read, block)
+        import aiofiles  # not needed to list the blocks
 
-    def _read(self, block: StoredBlock) -> memoryview | None:
         name, _, slot = block.place.partition(":")
         shape = parse_segment(name)
         if shape is None:
             return None
-        offset, done, data = int(slot) * shape[0], 0, memoryview(bytearray(block.nbytes))
+        slot_bytes = shape[0]
+        data = memoryview(bytearray(block.nbytes))
         try:
-            with (self.directory / name).open("rb", buffering=0) as file:
-                while done < len(data) and (count := self._files.preadv(file.fileno(), [data[done:]], offset + done)):
+            async with aiofiles.open(self.directory / name, "rb", buffering=0) as file:
+                await file.seek(int(slot) * slot_bytes)
+                done = 0
+                while done < len(data) and (count := await file.readinto(data[done:])):
                     done += count
-                self._files.drop_cached(file.fileno(), offset, len(data))
+                self._files.drop_cached(file.fileno(), int(slot) * slot_bytes, len(data))
         except FileNotFoundError:
             return None
         except OSError as error:
