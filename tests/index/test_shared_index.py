@@ -123,6 +123,15 @@ def test_a_lookup_finds_at_its_deadline_the_head_that_the_probe_has_found() -> N
     assert index.late_lookups == 0
 
 
+def test_a_late_lookup_takes_of_a_probe_no_more_than_both_chains_share() -> None:
+    index = make_index()
+    ask(index, K[:8]).held = 6
+    other = [*K[:3], *keys_of(*range(100, 108))]
+    assert index.lookup_prefix(other, NOW + 0.25) == PrefixAnswer(3, False)
+    assert index.lookup_prefix(K[:3], NOW + 0.26) == PrefixAnswer(3, False)
+    assert index.blocks == 3
+
+
 def test_more_blocks_at_stake_are_worth_a_longer_wait_up_to_a_bound() -> None:
     index = SharedIndex(lookup_deadline=0.25, wait_per_block=0.01, longest_wait=0.5)
     for keys, wait in ((K[:1], 0.26), (K[1:11], 0.35), (keys_of(*range(100, 200)), 0.5)):

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, islice, repeat, takewhile
-from operator import lt
+from operator import eq, lt
 from typing import Any, ClassVar, NamedTuple, Self
 
 from tiering.api.keys import OffloadKey
@@ -127,10 +127,8 @@ class SharedIndex(TierIndex):
         """Keys whose probe found out nothing, with the time until which lookups miss them."""
         self._refused: OrderedDict[OffloadKey, float] = OrderedDict()
         self._writing: set[Place] = set()
-        self._asked: dict[OffloadKey, float] = {}
-        """First key of each open probe, with the deadline of its lookups; minus infinity once they missed it."""
-        self._lookups: dict[OffloadKey, Probe] = {}
-        """Probes that lookups have raised, by first key."""
+        self._asked: dict[OffloadKey, Probe] = {}
+        """The open probes, by first key."""
         self._late = 0
         self._misses_in_a_row = 0
         self._raised: list[Probe] = []
@@ -164,29 +162,32 @@ class SharedIndex(TierIndex):
         if self._misses(first, now) or first in self._refused:
             self._drop_behind(keys[held:] if held else keys, now)
             return PrefixAnswer(held, False)
-        open_until = self._asked.get(first)
-        if open_until is not None:
-            if now < open_until:
+        probe = self._asked.get(first)
+        if probe is not None:
+            if now < probe.undecided_until:
                 return PrefixAnswer(held, True)
-            if open_until > _MISSED:
-                self._asked[first] = _MISSED
-                held += self._take_progress(first, keys[held:], now)
+            if probe.undecided_until > _MISSED:
+                probe.undecided_until = _MISSED
+                held += self._take_progress(probe, keys[held:], now)
             return PrefixAnswer(held, False)
         if len(self._asked) >= MAX_PROBES or self.place_of(first) in self._writing:
             return PrefixAnswer(held, False)
         wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
         until = now + min(wait, self._longest_wait)
-        self._asked[first] = until
         cautious = self._cautious_after is not None and self._misses_in_a_row >= self._cautious_after
-        probe = Probe(keys[held:], self.place_of, expires=until, cautious=cautious)
-        self._lookups[first] = probe
-        self._raised.append(probe)
+        self._raise(Probe(keys[held:], self.place_of, expires=until, cautious=cautious, undecided_until=until))
         return PrefixAnswer(held, True)
 
-    def _take_progress(self, first: OffloadKey, keys: Sequence[OffloadKey], now: float) -> int:
-        """Return the number of leading blocks that a probe has found so far; the next one is a miss."""
-        probe = self._lookups.get(first)
-        found = 0 if probe is None else min(probe.held, len(keys))
+    def _raise(self, probe: Probe) -> None:
+        self._asked[probe.keys[0]] = probe
+        self._raised.append(probe)
+
+    def _take_progress(self, probe: Probe, keys: Sequence[OffloadKey], now: float) -> int:
+        """Return the number of leading blocks that a probe has found so far; the next one is a miss.
+
+        Another request's chain may go on differently behind the first key.
+        """
+        found = len(list(takewhile(bool, map(eq, keys, probe.keys[: probe.held]))))
         if not found:
             self._late += 1
             return 0
@@ -206,7 +207,6 @@ class SharedIndex(TierIndex):
         if probe.place_of is not self.place_of:
             return ()
         self._asked.pop(probe.keys[0], None)
-        self._lookups.pop(probe.keys[0], None)
         self._forgive(now)
         if held is None:
             self._unanswered[probe.keys[0]] = now + min(self._lookup_deadline, self._absent_ttl)
@@ -245,9 +245,8 @@ class SharedIndex(TierIndex):
             self._drop_behind(unheld, now)
             return self._unheld(unheld)
         if first not in self._asked and len(self._asked) < MAX_PROBES and self.place_of(first) not in self._writing:
-            until = now + self._longest_wait
-            self._asked[first] = now + self._lookup_deadline
-            self._raised.append(Probe(unheld, self.place_of, offers=True, expires=until))
+            until, wait = now + self._longest_wait, now + self._lookup_deadline
+            self._raise(Probe(unheld, self.place_of, offers=True, expires=until, undecided_until=wait))
         return None
 
     def _unheld(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -335,7 +334,6 @@ class SharedIndex(TierIndex):
         self._present, self._absent, self._refused = OrderedDict(), OrderedDict(), OrderedDict()
         self._unanswered.clear()
         self._asked.clear()
-        self._lookups.clear()
         self._raised.clear()
         # Probes under way are recognized as older by this object, jobs under way by their places' prefix.
         self.place_of = partial(object_name, self._prefix)

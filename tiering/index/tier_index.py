@@ -72,6 +72,8 @@ class Probe:
     """True if the first key is asked for alone, because a miss is likely; default False."""
     held: int = 0
     """Number of leading keys found so far, which the I/O side writes, and a lookup takes at its deadline."""
+    undecided_until: float = float("-inf")
+    """Time until which lookups of the first key wait for the result; default: none waits."""
 
 
 class TierIndex(ABC):
