@@ -62,7 +62,7 @@ class BlockIO:
     traits, ``payload`` is at least as long as the stored payload.
     """
     deadline: float = float("inf")
-    """Time in monotonic seconds after which no attempt starts, the same for all blocks of a call; default: none."""
+    """Monotonic time after which no attempt starts, the same for all blocks of a call; default: none."""
     filled: int = -1
     """Payload bytes read by a get; set by stores with ``variable_size`` only, otherwise -1 (default)."""
 

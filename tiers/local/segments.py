@@ -118,7 +118,7 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 
 
 Read = tuple[int, int, Sequence[memoryview], int]
-"""Read of neighbouring slots: segment, offset there in bytes, memory to fill (whole pages), bytes of all of it."""
+"""Read of neighbouring slots: segment, offset in bytes, whole pages to fill, and their bytes."""
 
 
 class Segments:

@@ -193,7 +193,7 @@ class Dialect:
 
     @contextlib.contextmanager
     def translated(self, doing: str) -> Iterator[None]:
-        """Raise each exception of obstore in the context as the StoreError that :meth:`translate` returns for it."""
+        """Raise each exception of obstore in the context as the StoreError for it (:meth:`translate`)."""
         try:
             yield
         except STORE_FAILURES as error:

@@ -64,7 +64,7 @@ class EvictionPolicy(ABC):
         self.keys = keys
         """Key of each row, owned by the table."""
         self.clock = StampClock(num_rows)
-        """The stamps that the policy gives rows at each use; a local tier restores their order after a restart."""
+        """The stamps of the rows' uses, whose order a local tier restores after a restart."""
 
     @abstractmethod
     def insert(self, rows: Rows) -> None:
