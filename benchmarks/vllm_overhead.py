@@ -42,7 +42,7 @@ from benchmarks.vllm_own import compile_copy, compiler
 from tests.servers import rclone_server
 from tests.vllm.rig import transfer_config
 from tiering.cli.inspect import read_content
-from tiering.cli.parameters import admin_of
+from tiering.config.registry import tier_definition
 from tiering.config.stack_file import load_stack
 
 COMPARES_CHECKOUTS = True
@@ -260,7 +260,7 @@ def check_tiers(name: str, stack: Mapping[str, Any], blocks: int) -> None:
         RuntimeError: the medium has another number of blocks.
     """
     (options,) = load_stack(stack).secondary
-    with admin_of(options, None) as admin:
+    with tier_definition(options.type).admin(options, None) as admin:
         content = asyncio.run(read_content(admin))
     held = sum(epoch.blocks for epoch in content.epochs)
     if held != blocks or content.unreadable:

@@ -98,7 +98,7 @@ class ChosenTiers:
 
 
 def chosen_tiers(cpu_tier: str | None = None) -> Callable[[Command], Command]:
-    """Add STACK, ``--tier`` and ``--replica`` to a command, whose argument ``chosen`` are the tiers of these words.
+    """Add STACK, ``--tier`` and ``--replica``; a command gets their tiers as the argument ``chosen``.
 
     A stack that is invalid, or that lacks a tier of a given name, is refused.
 

@@ -137,7 +137,7 @@ def _watch(address: str, first: Sample, expected: Sequence[str], interval: float
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What two samples show."""
+    """Rows and sentences about the time between two samples."""
 
     before: Sample
     """The earlier sample; an empty one for the numbers since the start."""

@@ -10,6 +10,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,19 +82,14 @@ class PageMemory:
         width = len(self.sizes)
         parts = [places[n * width : (n + 1) * width] for n in range(count)]
 
-        def read(n: int, row: NDArray[np.uint8]) -> None:
+        def copy(to_row: bool, n: int, row: NDArray[np.uint8]) -> None:
             address = row.ctypes.data
             for place, size in zip(parts[n], self.sizes, strict=True):
-                ctypes.memmove(place, address, size)
+                target, source = (address, place) if to_row else (place, address)
+                ctypes.memmove(target, source, size)
                 address += size
 
-        def write(n: int, row: NDArray[np.uint8]) -> None:
-            address = row.ctypes.data
-            for place, size in zip(parts[n], self.sizes, strict=True):
-                ctypes.memmove(address, place, size)
-                address += size
-
-        return read, write
+        return partial(copy, False), partial(copy, True)
 
     def _page(self, row: NDArray[np.uint8]) -> Any:
         """Return a row as a whole page, without a copy."""
