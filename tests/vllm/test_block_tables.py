@@ -127,9 +127,10 @@ def test_what_vllm_says_of_speculative_heads_is_read() -> None:
     ]
 
 
+@pytest.mark.parametrize("within_step", [False, True], ids=["waits", "within the step"])
 @pytest.mark.parametrize("per_chunk", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: int) -> None:
+def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: int, within_step: bool) -> None:
     shape = SHAPES[name]
     _, cache = configuration(shape)
     engine = engine_of(shape)
@@ -139,21 +140,30 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: 
         own = KVCacheManager(cache, 4096, scheduler_block_size=max(sizes), hash_block_size=HASH)
         manager = FakeManager(256)
         scheduler = OffloadingConnectorScheduler(FakeSpec(engine, extra, manager))
+        loads = scheduler.loads.step_loads
+        loads.measure(1_000_000, 1.0)
+        loads.is_possible = loads.is_possible and within_step
         request = make_request("r1")
         request.kv_transfer_params = {"max_load_tokens": limit}
         for group in build_groups(FakeSpec(engine, extra)):
             factor = group.hash_block_size_factor
             manager.hold(block_hash + group.key_suffix for block_hash in request.block_hashes[factor - 1 :: factor])
-        tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        tokens, waits = scheduler.get_num_new_matched_tokens(request, 0)
         if not tokens:
             continue
         assert tokens <= limit
-        blocks = own.allocate_slots(request, 0, num_external_computed_tokens=tokens, delay_cache_blocks=True)
+        assert waits is not loads.is_possible
+        blocks = own.allocate_slots(
+            request,
+            0 if waits else request.num_tokens - tokens,
+            num_external_computed_tokens=tokens,
+            delay_cache_blocks=waits,
+        )
         assert blocks is not None
         blocks = kept.blocks(FakeBlocks(own.get_block_ids("r1")))
         tables = blocks.get_block_ids()
         scheduler.update_state_after_alloc(request, blocks, tokens)
-        ((_, (_, destination)),) = scheduler.loads.take()[0].values()
+        ((_, (_, destination)),) = scheduler.loads.take()[0 if waits else 2].values()
         assert isinstance(destination, GPULoadStoreSpec)
         filled = set(destination.block_ids.tolist())
         for table, size in zip(tables, sizes, strict=True):

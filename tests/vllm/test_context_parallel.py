@@ -239,8 +239,8 @@ def test_each_rank_gets_its_tokens_back_in_other_blocks(machine: Machine) -> Non
             machine.bytes_of(rank, layer)[:] = 0
     again = make_request("again", prompt, tokens)
     held = FULL // case.factor * case.factor * tokens
-    assert machine.scheduler.get_num_new_matched_tokens(again, 0) == (held, True)
-    assert machine.own.allocate_slots(again, 0, num_external_computed_tokens=held, delay_cache_blocks=True) is not None
+    assert machine.scheduler.get_num_new_matched_tokens(again, 0) == (held, False)
+    assert machine.own.allocate_slots(again, len(prompt) - held, num_external_computed_tokens=held) is not None
     (table,) = machine.own.get_block_ids("again")
     machine.scheduler.update_state_after_alloc(again, FakeBlocks((table,)), held)
     machine.settle()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.vllm.handlers import CopyNothing, EndsAtOnce, EndsWhenLookedAt, FailEverySecond, OneWrongBlock
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, NUM_BLOCKS, Answer, Engine, engine, prompt, whole_blocks, wrong
+from tests.wrapped_handler import Wrapped
 
 PROMPTS = [prompt(seed) for seed in range(4)]
 LONG = [prompt(20, 560)]
@@ -198,12 +199,13 @@ def test_requests_aborted_while_they_load(tiered: Engine, expected: dict[str, li
     sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     for number, tokens in enumerate(LATER):
         core.add_request(f"aborted-{number}", {"prompt_token_ids": tokens}, sampling)
-    core.step()
-    waiting = [request.status.name for request in tiered.scheduler.requests.values()]
-    core.abort_request([f"aborted-{number}" for number in range(len(LATER))])
-    while core.has_unfinished_requests():
+    with tiered.loads_through(Wrapped):
         core.step()
-    tiered.settle()
+        waiting = [request.status.name for request in tiered.scheduler.requests.values()]
+        core.abort_request([f"aborted-{number}" for number in range(len(LATER))])
+        while core.has_unfinished_requests():
+            core.step()
+        tiered.settle()
     assert "WAITING_FOR_REMOTE_KVS" in waiting
     assert not tiered.scheduler.requests
     assert tiered.free_blocks() == NUM_BLOCKS - 1

@@ -78,6 +78,9 @@ class StepLoads:
         """
         if not self.is_possible or end >= state.request.num_tokens or state.variant is not None:
             return False
+        measure = self._search.measure
+        if measure.is_full and (end - computed) // measure.offloaded_block_size > max(self._budget, PROBE_BLOCKS):
+            return False  # without a look at its keys
         needed = [keys for keys in self._search.needed(state.keys, computed, end) if keys]
         blocks = self._planned + sum(map(len, needed))
         if blocks > self._budget and not self._is_probe(blocks):
