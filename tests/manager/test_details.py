@@ -51,6 +51,7 @@ CALLS: dict[str, Call] = {
     "count_sources": lambda rig: rig.manager.count_sources([A], rig.ctx),
     "count_tiers": lambda rig: rig.manager.count_tiers([A], rig.ctx),
     "count_inherited": lambda rig: rig.manager.count_inherited(0),
+    "lookup_each": lambda rig: rig.manager.lookup_each([A], rig.ctx),
     "held": lambda rig: rig.manager.held([A], rig.ctx),
     "note_compute": lambda rig: rig.manager.note_compute([0.0]),
     "measure_worth": lambda rig: rig.manager.measure_worth(rig.ctx),

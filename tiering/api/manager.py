@@ -155,6 +155,18 @@ class OffloadingManager(ABC):
             pending = pending or answer is None
         return PrefixMatch(len(keys), pending)
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
+        """Return for each of ``keys`` whether a tier holds the block or has it in flight; None: not known.
+
+        Unlike :meth:`lookup`, the call promotes nothing; a block that is held may turn out not to be loadable.
+        Managers that cannot look without promoting may return None for every key (the default).
+
+        Args:
+            keys: keys of blocks, in any order.
+            req_context: the request that asks.
+        """
+        return [None] * len(keys)
+
     def still_pending(self, req_context: ReqContext) -> bool:
         """Return True if the last lookup of a request was pending, and the same lookup would be pending now.
 

@@ -22,7 +22,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LOCAL, MEDIUM_CPU, MEDIUM_STORAGE, REMOTE, OffloadingEvent
 from tiering.api.masking import shown
 from tiering.api.request import OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiering.secondary.contract import MAX_ENGINES, MAX_EVENTS, StepEnd
+from tiering.secondary.contract import MAX_ENGINES, MAX_EVENTS, SecondaryTierManager, StepEnd
 from tiering.secondary.speeds import Speeds
 from tiering.secondary.tier_stats import JOB_LATENCY_BUCKETS, TierStats
 
@@ -86,6 +86,18 @@ def _prefix(answer: Any, keys: Sequence[OffloadKey], _: ReqContext) -> tuple[int
     if not 0 <= held <= len(keys):
         raise BreachError
     return held, truth(undecided)
+
+
+def lookup(tier: SecondaryTierManager, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[bool | None]:
+    """Return the answers of a tier's ``lookup`` to each of ``keys``."""
+    look = tier.lookup
+    return [look(key, ctx) for key in keys]
+
+
+def _each(answer: list[Any], *_: object) -> list[bool | None]:
+    if _DECIDED.issuperset(map(type, answer)):
+        return answer
+    return [None if one is None else truth(one) for one in answer]
 
 
 def _policy(answer: object, _: ReqContext) -> OffloadPolicy:
@@ -185,6 +197,7 @@ def _speeds(answer: Any, *_: object) -> list[Speeds] | None:
 POSITIONS = Answer("None or ascending positions of the keys that it was asked for", _positions)
 CREDIT = Answer("None or a whole number of blocks", _credit)
 TRUTH = Answer("True or False", truth)
+EACH = Answer("True, False or None for a key", _each)
 PREFIX = Answer("a PrefixAnswer for the keys that it was asked for", _prefix)
 POLICY = Answer("a RequestOffloadingContext", _policy)
 SECONDS = Answer("a number of seconds", _seconds)
@@ -212,6 +225,7 @@ _MEDIA = frozenset((MEDIUM_CPU, MEDIUM_STORAGE))
 _LOCALITIES = frozenset((LOCAL, REMOTE))
 _BYTES = frozenset((bytes,))
 _NUMBERS = frozenset((int, float))
+_DECIDED = frozenset((bool, type(None)))
 
 
 def read_events(given: Iterable[object], tier: str) -> Iterator[OffloadingEvent]:

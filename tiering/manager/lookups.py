@@ -89,6 +89,15 @@ class ManagerLookups(ManagerParts):
             return self.primary_tier.match_prefix(keys, req_context)
         return self._search.held(request, tuple(keys)) if request.policy.load else PrefixMatch(0, False)
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
+        self._enter()
+        if not self._jobs.collected:
+            self._jobs.collect()
+        request = self._known.get(req_context.req_id)
+        if request is None or request.finished:
+            return self.primary_tier.lookup_each(keys, req_context)
+        return self._search.each(request, keys) if request.policy.load else [False] * len(keys)
+
     def still_pending(self, req_context: ReqContext) -> bool:
         if get_ident() != self._owner.ident:
             self._owner.claim()

@@ -18,7 +18,7 @@ import numpy as np
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.transfer import Rows
-from tiering.manager.answers import PREFIX
+from tiering.manager.answers import EACH, PREFIX, lookup
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
@@ -163,6 +163,21 @@ class PrefixSearch:
             now = self._clock()
             self._handover.add(now - request.arrived_at, now)
             request.arrived_at = -math.inf
+
+    def each(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Return for each of ``keys`` whether it is held or in flight, without a promotion; None: not known."""
+        answers = self._primary.lookup_each(keys, request.ctx)
+        for state in request.tiers:
+            if not (state.in_service and state.loads):
+                continue
+            rest = [index for index, answer in enumerate(answers) if not answer]
+            if not rest:
+                break
+            given = self._ask(state, EACH, lookup, state.tier, [keys[index] for index in rest], request.ctx)
+            for index, answer in zip(rest, given or (), strict=False):
+                if answer is not False:
+                    answers[index] = answer
+        return answers
 
     def held(self, request: Request, keys: Sequence[OffloadKey]) -> PrefixMatch:
         """Return how many leading ``keys`` are held or in flight, without a promotion.

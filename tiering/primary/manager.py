@@ -192,6 +192,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         held = sum(1 for _ in takewhile(lambda key: key in readable or key in pending, keys))
         return PrefixMatch(held, held >= at_least)
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        held, pending = set(self.readable.known(keys)), self.pending
+        return [key in held or key in pending for key in keys]
+
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         (self.touch_readable if used else self.refresh_readable)(keys)
 

@@ -168,6 +168,10 @@ class CPUBlockPool:
         missing = bytes(map(self.cached.__contains__, keys)).find(0)
         return PrefixMatch(len(keys) if missing < 0 else missing, False)
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
+        """Return for each of ``keys`` whether it can be found."""
+        return list(map(self.cached.__contains__, keys))
+
     def still_pending(self, req_context: ReqContext) -> bool:
         """Return False: every lookup is decided at once."""
         return False
