@@ -151,6 +151,7 @@ class FakeManager(OffloadingManager):
         self.offered_last: list[list[OffloadKey]] = []
         self.touched: list[list[OffloadKey]] = []
         self.asked: list[list[OffloadKey]] = []
+        self.looked_at: list[list[OffloadKey]] = []
         self.completed_stores: list[tuple[list[OffloadKey], bool]] = []
         self.completed_loads: list[list[OffloadKey]] = []
         self.live: set[str] = set()
@@ -205,6 +206,10 @@ class FakeManager(OffloadingManager):
                 return PrefixMatch(hits, pending and hits >= at_least)
             pending = pending or self.refs[key] == -1
         return PrefixMatch(len(keys), pending)
+
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
+        self.looked_at.append(list(keys))
+        return [self.lookup(key, req_context) for key in keys]
 
     def still_pending(self, req_context: ReqContext) -> bool:
         return self.unchanged
@@ -409,6 +414,7 @@ def make_spec(
         enable_prefix_caching=prefix_caching,
         loads_within_step=bool(extra.pop("loads_within_step", False)),
         max_batch_tokens=extra.pop("max_batch_tokens", 8192),
+        retention_interval=extra.pop("retention_interval", None),
     )
     spec = FakeSpec(engine, extra, manager)
     spec.hints, spec.promotes_waiting = hints, promotes_waiting

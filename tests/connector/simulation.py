@@ -231,6 +231,7 @@ class Simulation:
             sharer_wait=3.0,
             max_batch_tokens=24,
             loads_within_step=within_step,
+            retention_interval=random.Random(seed).choice((None, 0, 4 * BLOCK)),
         )
         self.manager.loses_matched = not within_step
         self.connector = OffloadingConnectorScheduler(spec, clock=lambda: self.now)

@@ -26,6 +26,9 @@ class Held(set[OffloadKey]):
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         return PrefixMatch(next((place for place, key in enumerate(keys) if key not in self), len(keys)), False)
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool]:
+        return [key in self for key in keys]
+
 
 def group(kind: str, size: int, window: int | None = None, retained: int = 0) -> KVCacheGroup:
     return KVCacheGroup(("layer",), size, window, kind, retained_tokens=retained)

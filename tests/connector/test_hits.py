@@ -25,7 +25,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import GPULoadStoreSpec
 from tiering.connector.groups import OffloadGroup, build_groups
-from tiering.connector.hits import HitSearch
+from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.testing.fake_tier import FakeTier
 
@@ -132,7 +132,7 @@ class TestTheLastBlock:
         search = Search(16, full(4), full(4)).drop(1, 0)
         for key in search.keys[0]:
             search.manager.refs[key] = -1
-        assert search.search.longest(search.keys, 0, 16, CTX) == (0, False)
+        assert search.search.longest(search.keys, 0, 16, CTX) == Hit(0, False)
 
 
 class TestBlocksOfUnequalSizes:

@@ -304,11 +304,11 @@ class TestWindows:
         manager.undecided = {request.key(7, 1)}
         assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
 
-    def test_the_search_to_the_left_is_bounded(self) -> None:
+    def test_the_search_to_the_left_takes_few_probes(self) -> None:
         scheduler, manager = make_scheduler(None, 8)
         request = prompt(4000)
         manager.hold(request.keys(0) + request.keys(1)[:2])
-        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
         assert len(manager.asked) < 100
 
     def test_only_the_last_window_is_loaded(self) -> None:

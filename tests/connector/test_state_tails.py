@@ -233,12 +233,12 @@ class TestHits:
         limited = prompt(30, kv_transfer_params={"max_load_tokens": 27})
         assert self.held(16, 24, 28)[0].get_num_new_matched_tokens(limited, 0) == (24, True)
 
-    def test_probe_each_end_once(self) -> None:
+    def test_look_at_all_ends_in_one_call(self) -> None:
         scheduler, manager = self.held(16)
         assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (16, True)
-        tails = [keys for keys in manager.asked if len(keys) == 2 and keys[0][-1] == 1]
         ends = (60, 56, 52, 44, 40, 36, 28, 24, 20)
-        assert [keys[0] for keys in tails] == [prompt(62).key(end // 4 - 1, 1) for end in ends]
+        assert manager.looked_at == [[prompt(62).key(end // 4 - 1, 1) for end in ends]]
+        assert not [keys for keys in manager.asked if len(keys) == 2], "no state is held, so no tail is probed"
 
     def test_probe_the_last_ends_and_those_behind_the_hit_of_a_long_prompt(self) -> None:
         """Between them, no tail is found."""

@@ -84,9 +84,13 @@ def make_scheduler(
     lazy: bool = False,
     world_size: int = 1,
     budget: int = 16,
+    interval: int | None = None,
 ) -> SimpleCPUOffloadScheduler:
     groups = groups_of(windows)
-    engine = EngineConfig((BLOCK,) * len(groups), BLOCK, groups, world_size=world_size, max_batch_tokens=budget)
+    sizes = (BLOCK,) * len(groups)
+    engine = EngineConfig(
+        sizes, BLOCK, groups, world_size=world_size, max_batch_tokens=budget, retention_interval=interval
+    )
     layers = tuple(group.layer_names[0] for group in groups)
     cache = KVCacheConfig(gpu_blocks, (KVCacheTensor(gpu_blocks * BLOCK_BYTES, layers),), groups)
     return SimpleCPUOffloadScheduler(engine, cache, cpu_blocks * BLOCK_BYTES, lazy)
@@ -106,11 +110,13 @@ class Simulation:
         budget: int = 16,
         max_running: int = 4,
         prefix_caching: bool = True,
+        interval: int | None = None,
     ) -> None:
         self.kv = KVCacheManager(gpu_blocks, BLOCK, windows, prefix_caching)
         self.pool = MirroredPool(gpu_blocks)
         self.kv.pool = self.pool  # type: ignore[assignment]
-        self.half = make_scheduler(gpu_blocks, cpu_blocks, windows, lazy=lazy, world_size=world_size, budget=budget)
+        words = {"lazy": lazy, "world_size": world_size, "budget": budget, "interval": interval}
+        self.half = make_scheduler(gpu_blocks, cpu_blocks, windows, **words)  # type: ignore[arg-type]
         self.half.bind_gpu_block_pool(self.pool)
         self.scheduler = Scheduler(self.kv, self.half, max_batch_tokens=budget, max_running=max_running)
         self.workers = [FakeWorker() for _ in range(world_size)]

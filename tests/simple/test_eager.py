@@ -11,6 +11,7 @@ from tiering.api.keys import OffloadKey, make_offload_key
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import RequestPolicy
 from tiering.connector.groups import offload_groups
+from tiering.connector.hit_ends import HitEnds
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.eager import EagerStores
 from tiering.simple.state import SimpleGroupState, SimpleRequestState
@@ -31,7 +32,7 @@ def running(names: str, pool: MirroredPool) -> SimpleRequestState:
 
 def stores(kind: str = "full_attention", suspects: Container[int] = ()) -> tuple[EagerStores, MirroredPool]:
     groups = offload_groups([KVCacheGroup(("layer",), BLOCK, kind=kind)], BLOCK)
-    return EagerStores(CPUBlockPool(20), groups, suspects), MirroredPool(20)
+    return EagerStores(CPUBlockPool(20), groups, HitEnds(groups), suspects), MirroredPool(20)
 
 
 def lost(*states: SimpleRequestState) -> list[set[int]]:

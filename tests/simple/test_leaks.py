@@ -38,6 +38,7 @@ class Machine(RuleBasedStateMachine):
         cpu_blocks=st.sampled_from([1, 4, 16, 60]),
         gpu_blocks=st.sampled_from([34, 50]),
         budget=st.sampled_from([3, 8, 40]),
+        interval=st.sampled_from([None, 0, 16]),
     )
     def start(self, **options: Any) -> None:
         self.started = Simulation(**options)
@@ -106,6 +107,7 @@ def walk(seed: int, requests: int) -> Simulation:
         cpu_blocks=len(windows) * dice.choice([30, 60, 150]),
         gpu_blocks=len(windows) * dice.choice([16, 24]),
         budget=dice.choice([6, 20]),
+        interval=0 if seed % 4 > 1 else None,
     )
     added = 0
     while added < requests or sim.scheduler.requests:

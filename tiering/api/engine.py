@@ -64,6 +64,11 @@ class EngineConfig:
 
     Its cache then has the names of the blocks from their allocation on, as those of blocks that the step computes.
     """
+    retention_interval: int | None = None
+    """Distance in tokens between the windows that the engine's own prefix cache keeps in a prompt.
+
+    0: it keeps the windows at the ends of prompts, and where prompts part. None: it keeps all windows.
+    """
     engine_id: str = ""
     """Name of the shared memory between scheduler and workers; empty if the engine is a single process."""
 

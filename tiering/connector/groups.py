@@ -11,12 +11,13 @@ block too, because the head computes the end of a block from the token after it.
 Hits end at a border between blocks of a full-attention group, or of any group in a model without full attention. A
 group with larger blocks then loads the block in which the hit ends, and the engine recomputes the tail of that block.
 Block sizes therefore need no common multiple. Blocks of a sliding window that no such hit can use are not stored
-(:meth:`OffloadGroup.usable`).
+(:meth:`OffloadGroup.usable`), nor are those that few hits would use (:mod:`tiering.connector.hit_ends`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -113,6 +114,13 @@ class OffloadGroup:
 
     Not empty only for a window group, if hits leave some of its blocks unused. Default: empty.
     """
+    kept_every: int | None = None
+    """Distance in tokens between the windows that are stored in every prompt; 0: there are none.
+
+    None (default): all blocks that a hit can use are stored.
+    """
+    selects: bool = field(init=False)
+    """True if not all blocks of the group are stored."""
     is_full: bool = field(init=False)
     """True for full attention."""
     is_state: bool = field(init=False)
@@ -121,6 +129,7 @@ class OffloadGroup:
     """Bytes that identify the group at the end of a key."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "selects", bool(self.hit_ends) or self.kept_every is not None)
         object.__setattr__(self, "is_full", self.kind is GroupKind.FULL)
         object.__setattr__(self, "is_state", self.kind is GroupKind.STATE)
         object.__setattr__(self, "key_suffix", self.engine_idx.to_bytes(GROUP_BYTES, "big"))
@@ -149,10 +158,17 @@ class OffloadGroup:
         """
         needed = np.zeros(len(positions), np.bool_)
         for distance in self.hit_ends:
-            needed |= (
-                positions - self.lookahead_blocks
-            ) % distance >= distance - self.window_blocks - self.lookahead_blocks
+            needed |= self.before_multiples(positions, distance)
         return needed
+
+    def before_multiples(self, positions: NDArray[np.int64], distance: int) -> NDArray[np.bool_]:
+        """Return a mask of the blocks that a hit needs which ends at a multiple of ``distance``.
+
+        Args:
+            positions: positions of offloaded blocks.
+            distance: number of offloaded blocks, more than a window has.
+        """
+        return (positions - self.lookahead_blocks) % distance >= distance - self.window_blocks - self.lookahead_blocks
 
 
 def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
@@ -172,7 +188,8 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
         dataclasses.replace(engine_groups[idx] if engine_groups else KVCacheGroup((), size), gpu_block_size=size)
         for idx, size in enumerate(spec.gpu_block_size)
     ]
-    built = offload_groups(groups, spec.hash_block_size, spec.block_size_factor)
+    interval = spec.engine.retention_interval
+    built = offload_groups(groups, spec.hash_block_size, spec.block_size_factor, interval)
     for group in built:
         if group.is_state and spec.block_size_factor > 1:
             raise ConfigError(
@@ -187,20 +204,30 @@ def build_groups(spec: OffloadingSpec) -> tuple[OffloadGroup, ...]:
     return built
 
 
-def offload_groups(groups: Sequence[KVCacheGroup], hash_block_size: int, factor: int = 1) -> tuple[OffloadGroup, ...]:
+def offload_groups(
+    groups: Sequence[KVCacheGroup], hash_block_size: int, factor: int = 1, retention_interval: int | None = None
+) -> tuple[OffloadGroup, ...]:
     """Return ``groups`` as they are offloaded.
 
     Args:
         groups: the engine's KV-cache groups.
         hash_block_size: tokens in a hash-block.
         factor: GPU blocks in an offloaded block; default: 1.
+        retention_interval: as in :class:`~tiering.api.engine.EngineConfig`; default: None.
 
     Raises:
         ConfigError: the blocks of a group cannot be told apart by position.
     """
     built = [_offload_group(idx, group, hash_block_size, factor) for idx, group in enumerate(groups)]
     ends = {group.offloaded_block_size for group in built if group.is_full}
-    return tuple(dataclasses.replace(group, hit_ends=_unused_between(group, ends)) for group in built)
+    return tuple(
+        dataclasses.replace(
+            group,
+            hit_ends=_unused_between(group, ends),
+            kept_every=_kept_every(group, ends, retention_interval),
+        )
+        for group in built
+    )
 
 
 def tail_unit(groups: Sequence[OffloadGroup], engine: EngineConfig) -> int:
@@ -230,6 +257,19 @@ def _unused_between(group: OffloadGroup, ends: Collection[int]) -> tuple[int, ..
         return ()
     distances = tuple(sorted(end // size for end in ends))
     return distances if group.window_blocks + group.lookahead_blocks < distances[0] else ()
+
+
+def _kept_every(group: OffloadGroup, ends: Collection[int], retention_interval: int | None) -> int | None:
+    """Return the value for :attr:`OffloadGroup.kept_every`.
+
+    Without full attention, nothing would show where prompts part, so all windows are stored.
+    """
+    size = group.offloaded_block_size
+    if group.sliding_window is None or retention_interval is None or not ends or any(end % size for end in ends):
+        return None
+    step = math.lcm(*ends)
+    every = -(-retention_interval // step) * step
+    return None if 0 < every // size <= group.window_blocks + group.lookahead_blocks else every
 
 
 def _offload_group(idx: int, group: KVCacheGroup, hash_block_size: int, factor: int) -> OffloadGroup:

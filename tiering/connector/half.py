@@ -146,6 +146,7 @@ class SchedulerHalf(ABC, Generic[State]):
         hit = self._search.longest(state.keys, num_computed_tokens, limit, state.ctx)
         if self._search.tails is not None:
             hit = self._search.tails.extend(hit, state, num_computed_tokens, limit)
+        state.parted_at = hit.parted_at
         return self._offer(state, num_computed_tokens, hit)
 
     @counts_seconds

@@ -13,12 +13,13 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.connector.groups import GroupKind, OffloadGroup
+from tiering.connector.hit_ends import HitEnds
 from tiering.connector.tracked import TrackedRequest
 
 MAX_WINDOW_PROBES = 64
 """Number of times that one search may shorten the hit because a window block is missing.
 
-Each time can cost a probe of a slow tier.
+Each time can cost a probe of a slow tier. So many blocks are also looked at together, to find the next end to try.
 """
 
 
@@ -28,6 +29,9 @@ class PrefixLookup(Protocol):
     def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
         """Look up a prefix; see :meth:`tiering.api.manager.OffloadingManager.match_prefix`."""
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
+        """Look up blocks; see :meth:`tiering.api.manager.OffloadingManager.lookup_each`."""
+
 
 class Hit(NamedTuple):
     """Result of a search."""
@@ -36,6 +40,8 @@ class Hit(NamedTuple):
     """End of the usable prefix in tokens; without a hit, at most the number of computed tokens."""
     pending: bool
     """True if a later search may give another result."""
+    parted_at: int = 0
+    """Tokens up to which full attention is held, if windows cut the hit; else 0."""
 
 
 class Tails:
@@ -59,6 +65,7 @@ class Tails:
         self._probed = sorted(range(len(groups)), key=lambda index: not groups[index].is_state)
         """Indexes of the groups in the order of a probe: the states are missing most often."""
         self._full = [group.group_idx for group in groups if group.is_full]
+        self._states = [group.key_suffix for group in groups if group.is_state]
 
     def keys(self, state: TrackedRequest[Any], end: int) -> list[OffloadKey]:
         """Return the keys of the blocks that are filled up to token ``end``, by group.
@@ -75,8 +82,9 @@ class Tails:
         """Return a longer hit that ends inside of a block; ``hit`` itself if there is none.
 
         Engines that keep the state at the end of a prompt within a step (vLLM on GPUs) keep none at the blocks before
-        it. So the last ends are probed, and those in the block after ``hit``: from the right, and all of them before
-        an answer is waited for. At most half of the probes are of ends behind that block.
+        it. So the last ends are looked at, and those in the block after ``hit``: their states in one call, and all of
+        them before an answer is waited for. Then ends whose states may be held are probed from the right. At most half
+        of the ends lie behind that block.
 
         Args:
             hit: the longest hit of whole blocks; a pending one is returned as it is.
@@ -85,14 +93,19 @@ class Tails:
             limit: largest number of tokens that the hit may cover.
         """
         base, pending = max(hit.tokens, computed), False
-        if hit.pending or base % self._size:
+        if hit.pending or base % self._size or state.variant is not None:
             return hit
-        last = limit - limit % self._unit
+        hashes = state.request.block_hashes
+        last = min(limit - limit % self._unit, len(hashes) * self._unit)
         near = min(last, base + self._size - self._unit)
         far = range(last, near, -self._unit)[: MAX_WINDOW_PROBES // 2]
-        for end in (*far, *range(near, base, -self._unit)[: MAX_WINDOW_PROBES - len(far)]):
-            if not (tails := self.keys(state, end)):
-                continue
+        ends = [*far, *range(near, base, -self._unit)[: MAX_WINDOW_PROBES - len(far)]]
+        ends = [end for end in ends if end % self._size]
+        for suffix in self._states if ends else ():
+            held = self._held.lookup_each([hashes[end // self._unit - 1] + suffix for end in ends], state.ctx)
+            ends = [end for end, answer in zip(ends, held, strict=True) if answer is not False]
+        for end in ends:
+            tails = self.keys(state, end)
             runs = [[tails[index] for index in self._probed]]
             if end > near:
                 whole = slice(base // self._size, end // self._size)
@@ -104,7 +117,7 @@ class Tails:
                     break
             else:
                 return Hit(end, pending)
-        return Hit(hit.tokens, pending)
+        return Hit(hit.tokens, pending, hit.parted_at)
 
 
 class HitSearch:
@@ -135,10 +148,10 @@ class HitSearch:
         self._full = [group for group in groups if group.is_full]
         self.measure = (self._full or groups)[0]
         """The group whose blocks measure the length of a hit: the first full-attention group, if any."""
+        self.ends = HitEnds(groups, has_scratch)
+        """The positions where hits may end."""
         self._windows = [group for group in groups if group.window_blocks and not group.is_state]
         self._states = [group for group in groups if group.is_state]
-        common = [group.offloaded_block_size for group in (groups if has_scratch else self._states)]
-        self._ends = sorted({math.lcm(group.offloaded_block_size, *common) for group in self._full or groups})
         self._least = min(group.offloaded_block_size for group in groups)
         self.tokens_to_leave = max(int(has_scratch), *map(self._recomputes_across_a_border, groups))
         """Tokens at the end of a request that no hit may cover.
@@ -156,7 +169,7 @@ class HitSearch:
             return True
         if group.sliding_window is None or group.reach >= group.sliding_window:
             return False
-        return group.reach % math.gcd(group.gpu_block_size, *self._ends) == 0
+        return group.reach % math.gcd(group.gpu_block_size, *self.ends.sizes) == 0
 
     def first_block(self, group: OffloadGroup, computed: int, end: int) -> int:
         """Return the first offloaded block that a hit of ``end`` tokens needs beyond ``computed`` tokens."""
@@ -188,31 +201,28 @@ class HitSearch:
         Returns:
             The hit; it covers at least one block beyond ``computed``, or nothing.
         """
-        end = limit
-        for group in self._groups:
-            known = (len(keys[group.group_idx]) - group.lookahead_blocks) * group.offloaded_block_size
-            end = min(end, known)
-        end = self._aligned(end)
+        end = self.ends.last(list(map(len, keys)), limit)
         if self._states:
             return self._with_states(keys, computed, end, ctx)
         return self._attended(keys, computed, end, ctx)
 
     def _with_states(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext) -> Hit:
         """Return the longest usable prefix of at most ``end`` tokens at whose end all states are held."""
-        probes = self._most_probes
+        probes, parted_at = self._most_probes, 0
         while end - computed >= self._least and probes:
             found, pending = self._probe_states(keys, end, ctx)
             if found:
                 hit = self._attended(keys, computed, end, ctx)
+                parted_at = max(parted_at, hit.parted_at)
                 if hit.tokens == end or hit.pending:
-                    return Hit(hit.tokens, pending or hit.pending)
-                end = self._aligned(hit.tokens)
+                    return Hit(hit.tokens, pending or hit.pending, parted_at)
+                end = self.ends.aligned(hit.tokens)
             elif pending:
                 return Hit(end, True)
             else:
-                end = self._aligned(end - 1)
+                end = self.ends.aligned(end - 1)
             probes -= 1
-        return Hit(computed, False)
+        return Hit(computed, False, parted_at)
 
     def _probe_states(self, keys: Sequence[Sequence[OffloadKey]], end: int, ctx: ReqContext) -> tuple[bool, bool]:
         """Return True if the states of all groups at ``end`` are held, and True if the answer may change."""
@@ -238,7 +248,7 @@ class HitSearch:
             answer = self._held.match_prefix(wanted, ctx, at_least=least)
             pending = pending or answer.pending
             if answer.hits < len(wanted):
-                end = min(end, self._aligned((first + answer.hits - group.lookahead_blocks) * size))
+                end = min(end, self.ends.aligned((first + answer.hits - group.lookahead_blocks) * size))
                 if end - computed < self._least:
                     return Hit(computed, answer.pending)
         if end - computed < self._least:
@@ -248,10 +258,10 @@ class HitSearch:
     def _windows_end(
         self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext
     ) -> Hit:
-        agreed, turn, probes = 0, 0, self._most_probes
+        agreed, turn, probes, attended = 0, 0, self._most_probes, end
         while agreed < len(self._windows):
             if end - computed < self._least or not probes:
-                return Hit(computed, pending)
+                return Hit(computed, pending, attended)
             group = self._windows[turn % len(self._windows)]
             turn += 1
             size = group.offloaded_block_size
@@ -267,12 +277,28 @@ class HitSearch:
                 held_to = (first + answer.hits - group.lookahead_blocks) * size
                 if group.kind is GroupKind.CHUNK:
                     held_to = max(held_to, group.needed_from(end))
-                end = self._aligned(min(end - 1, held_to))
+                end = self.ends.aligned(min(end - 1, held_to))
+                if not answer.hits and group.kind is GroupKind.WINDOW and end > computed:
+                    end = self._before_gap(group, keys[group.group_idx], computed, end, ctx)
                 agreed, probes = 0, probes - 1
-        return Hit(end, pending)
+        return Hit(end, pending, attended if end < attended else 0)
 
-    def _aligned(self, end: int) -> int:
-        """Return the last position at or before ``end`` where a hit may end."""
-        if len(self._ends) == 1:
-            return end - end % self._ends[0]
-        return max(end - end % size for size in self._ends)
+    def _before_gap(
+        self, group: OffloadGroup, keys: Sequence[OffloadKey], computed: int, end: int, ctx: ReqContext
+    ) -> int:
+        """Return the last end of a hit before a gap in a window, of at most ``end`` tokens.
+
+        Blocks are looked at from the right, one for each length of the window: any window has one of them. Then those
+        behind the first that is held show where its window ends.
+        """
+        size, step = group.offloaded_block_size, group.window_blocks
+        last = -(-end // size) - 1
+        places = range(last, computed // size - 1, -step)[: self._most_probes]
+        answers = self._held.lookup_each([keys[place] for place in places], ctx)
+        place = next((place for place, answer in zip(places, answers, strict=True) if answer is not False), None)
+        if place is None:
+            return self.ends.aligned(places[-1] * size)
+        behind = range(place + 1, min(place + step, last + 1))
+        answers = self._held.lookup_each([keys[other] for other in behind], ctx) if behind else ()
+        held = next((index for index, answer in enumerate(answers) if answer is False), len(answers))
+        return min(end, self.ends.aligned((place + 1 + held) * size))

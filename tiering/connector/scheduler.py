@@ -102,7 +102,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._pool: EngineBlockPool | None = None
         self.loads = LoadPlanner(groups, self.manager, search, self._jobs, self.fences, spec, clock)
         """Planner of loads."""
-        self._stores = StorePlanner(groups, self.manager, self._jobs, self.fences, self.events, clock)
+        self._stores = StorePlanner(groups, search.ends, self.manager, self._jobs, self.fences, self.events, clock)
         states, tails = any(group.is_state for group in groups), search.tails
         self._handed = HandedStates(groups, self.manager, self.fences, self._stores, tails) if states else None
         self._storing: set[ReqId] = set()

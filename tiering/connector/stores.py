@@ -17,6 +17,7 @@ from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSp
 from tiering.connector.engine_cache import EngineCache
 from tiering.connector.events import OffloadingEventsTracker
 from tiering.connector.groups import OffloadGroup
+from tiering.connector.hit_ends import HitEnds
 from tiering.connector.jobs import BlockFences, Job, JobTable
 from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
@@ -49,11 +50,12 @@ class StorePlanner:
       may be rejected).
     - Its tokens are not computed again (the volatile tail of a group), and do not follow a hole that a failed load
       left.
-    - A hit can use the block.
+    - A hit can use the block, and is worth it (:mod:`tiering.connector.hit_ends`).
     - Its hash exists: the cursor of a group never passes a missing hash.
 
     Args:
         groups: the KV-cache groups.
+        ends: the positions where hits may end.
         manager: accepts blocks and assigns rows.
         jobs: the connector's jobs, shared with the load planner.
         fences: fences of the GPU blocks, shared with the load planner.
@@ -64,6 +66,7 @@ class StorePlanner:
     def __init__(
         self,
         groups: Sequence[OffloadGroup],
+        ends: HitEnds,
         manager: OffloadingManager,
         jobs: JobTable,
         fences: BlockFences,
@@ -71,6 +74,7 @@ class StorePlanner:
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
+        self._ends = ends
         self._windows = [group for group in groups if not group.is_full and not group.is_state]
         self._placed = [group for group in groups if not group.is_state]
         """The groups whose blocks are offered by their place. States are handed over instead."""
@@ -241,14 +245,17 @@ class StorePlanner:
         table = group_state.block_ids[first * factor : end * factor]
         keys, block_ids = group_state.keys[first:end], np.array(table, dtype=np.int64)
         has_nulls = 0 in table
-        if not group.hit_ends and not has_nulls:
+        wanted = None
+        if group.selects and first < end:
+            wanted = self._ends.stored(group, range(first, end), state, state.store_limit)
+        if wanted is None and not has_nulls:
             return Offer(range(first, end), keys, block_ids, end)
-        positions = np.arange(first, end)
-        wanted = group.usable(positions) if group.hit_ends else np.ones(len(positions), np.bool_)
+        if wanted is None:
+            wanted = np.ones(end - first, np.bool_)
         if has_nulls:
             wanted &= block_ids.reshape(-1, factor).all(axis=1)
-        block_ids = block_ids.reshape(-1, factor)[wanted].reshape(-1)
-        return Offer(positions[wanted].tolist(), list(compress(keys, wanted.tolist())), block_ids, end)
+        block_ids, taken = block_ids.reshape(-1, factor)[wanted].reshape(-1), wanted.tolist()
+        return Offer(list(compress(range(first, end), taken)), list(compress(keys, taken)), block_ids, end)
 
     def order(
         self,

@@ -124,6 +124,8 @@ class TrackedRequest(Generic[Group]):
     """Leading tokens that the request found in the engine's prefix cache; None before a match."""
     filled_tokens: int = 0
     """Leading tokens that were found in the engine's prefix cache or loaded for the request."""
+    parted_at: int = 0
+    """Tokens up to which full attention was held at the last match, if windows cut the hit; else 0."""
     scheduled: bool = False
     """True if the request has computed tokens on its present blocks.
 

@@ -78,7 +78,8 @@ def check_engine(engine: EngineConfig, cache: KVCacheConfig) -> tuple[OffloadGro
                 f"KV-cache group {index}: the block size {group.gpu_block_size} is not a multiple of the hash block "
                 f"size {engine.hash_block_size}; give the engine a block size that is (for vLLM: --block-size)"
             )
-    groups = offload_groups(cache.kv_cache_groups, engine.hash_block_size)
+    interval = engine.retention_interval
+    groups = offload_groups(cache.kv_cache_groups, engine.hash_block_size, retention_interval=interval)
     if not any(group.is_full for group in groups):
         kinds = ", ".join(group.kind for group in cache.kv_cache_groups) or "none"
         raise ConfigError(f"mode simple needs a KV-cache group with full attention; the model's groups are: {kinds}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 
 from tiering.api.keys import OffloadKey
 from tiering.connector.groups import OffloadGroup
+from tiering.connector.hit_ends import HitEnds
 from tiering.connector.tracked import NEVER
 from tiering.simple.block_pool import CPUBlockPool
 from tiering.simple.protocols import GPUBlockPool
@@ -21,16 +22,20 @@ class EagerStores:
     but copy.
     """
 
-    def __init__(self, cpu: CPUBlockPool, groups: Sequence[OffloadGroup], suspects: Container[int] = ()) -> None:
+    def __init__(
+        self, cpu: CPUBlockPool, groups: Sequence[OffloadGroup], ends: HitEnds, suspects: Container[int] = ()
+    ) -> None:
         """Create the eager mode.
 
         Args:
             cpu: the CPU pool.
             groups: the KV-cache groups.
+            ends: the positions where hits may end.
             suspects: GPU blocks that may not be stored; default: none.
         """
         self._cpu = cpu
         self._groups = groups
+        self._ends = ends
         self._suspects = suspects
         self._running: dict[OffloadKey, SimpleGroupState | set[SimpleGroupState]] = {}
         """Name → the running request's group that has offered the block, or a set of several such groups.
@@ -68,7 +73,7 @@ class EagerStores:
                 null, cached, pending = pool.null_block.block_id, self._cpu.cached, self._cpu.pending
                 missing = [
                     (index, key)
-                    for index, key in enumerate(keys)
+                    for index, key in self._worth(state, group, start, keys)
                     if key not in cached and key not in pending and blocks[index] != null
                 ]
                 if len(missing) > room:
@@ -142,9 +147,10 @@ class EagerStores:
         Later steps store them, as long as the GPU blocks keep their content.
         """
         for state_of, group in zip(state.groups, self._groups, strict=True):
+            start, end = state_of.cursor, self._end(state_of, group, state.storable_tokens())
             self._left_over += [
-                (state_of.keys[index], state_of.block_ids[index], state.request, group.group_idx, index)
-                for index in range(state_of.cursor, self._end(state_of, group, state.storable_tokens()))
+                (key, state_of.block_ids[start + index], state.request, group.group_idx, start + index)
+                for index, key in self._worth(state, group, start, state_of.keys[start:end])
             ]
 
     def left_over(self, pool: GPUBlockPool, room: int) -> list[Offer]:
@@ -166,6 +172,16 @@ class EagerStores:
     def reset(self) -> None:
         """Drop the blocks of finished requests; none of them is stored any more."""
         self._left_over.clear()
+
+    def _worth(
+        self, state: SimpleRequestState, group: OffloadGroup, start: int, keys: Sequence[OffloadKey]
+    ) -> Iterable[tuple[int, OffloadKey]]:
+        """Return those of ``keys`` that are stored, with their indexes; ``start`` is the first one's place."""
+        if not (group.selects and keys):
+            return enumerate(keys)
+        most, places = state.policy.max_store_tokens, range(start, start + len(keys))
+        stored = self._ends.stored(group, places, state, NEVER if most is None else most)
+        return enumerate(keys) if stored is None else compress(enumerate(keys), stored.tolist())
 
     @staticmethod
     def _end(state_of: SimpleGroupState, group: OffloadGroup, tokens: int) -> int:

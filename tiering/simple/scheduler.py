@@ -93,7 +93,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             engine_events,
             logger,
         )
-        self.eager = EagerStores(self.cpu_block_pool, groups, self._tables.suspects)
+        self.eager = EagerStores(self.cpu_block_pool, groups, self._search.ends, self._tables.suspects)
         """Stores of blocks as soon as they are computed."""
         self._gpu: GPUBlockPool | None = None
         self._unprepared = world_size if is_large(self.cpu_config.total_bytes) else 0

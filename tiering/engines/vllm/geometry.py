@@ -85,6 +85,7 @@ def read_geometry(
         enable_prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         max_batch_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         loads_within_step=True,
+        retention_interval=getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None),
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
     )
     stages = stages or (kv_cache_config,)
