@@ -87,7 +87,8 @@ REMEDIES = {
     "other_adapter": "nothing, if the requests are meant to use different adapters",
     "load_failed": "look at loads_failed and hits_shrunk, and at the log of the workers",
     "unexamined": "set a larger explain.blocks",
-    "gap": "look at the cause of the missing block: it stands in front, or is one of a window",
+    "gap": "look at the cause of the missing block: it stands in front, or is one of a window"
+    " (which are stored as --prefix-cache-retention-interval says)",
     "late": "nothing, if loads_cut of {tier} grows, for computing took less time; else set a larger load_deadline, or "
     "give the CPU tier more capacity",
     "failed": "look at the log, and at promotions_failed of {tier}",
