@@ -8,6 +8,9 @@ the cost of the scheduler's thread: lookups of blocks that the disk holds, as en
 and the end of a step that sends a message with a load of 16 blocks and a notice, and of the next one, which reads the
 results; then the same from two lookups to the results, beside a tier in the process.
 
+The fourth part copies blocks from the rows of one engine to those of another (``peers``), in prompts of 64 MiB; beside
+the rate of one thread, which copies and verifies, is that of whole loads, as the second engine's manager sees them.
+
 The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
 computes for 5 ms between steps without the interpreter. The tier is in the process of the engine, or in the service,
@@ -39,6 +42,7 @@ from tests.machine.hosts import service_process
 from tiering import ModelIdentity, OffloadKey, ReqContext, load_stack, make_offload_key, open_manager
 from tiering.api.namespace import Namespace
 from tiering.config.registry import tier_definition
+from tiering.machine.options import PEERS_TIER
 from tiering.manager.waiting import wait_for_prefix, wait_until_idle
 from tiering.primary.memory.region import SharedRegion
 from tiering.secondary.contract import SecondaryTierManager, TierContext, TransferJob
@@ -436,6 +440,72 @@ def loads(bench: Bench) -> None:
     bench.target("512 KiB beside a busy engine, against the tier in it", gain, 3.0, "min", "x")
 
 
+def peers(bench: Bench) -> None:
+    """Measure loads from the rows of another engine."""
+    count = 2 if bench.quick else 8
+    sizes = (LOAD_BLOCK, STEP_BLOCK)
+    for size in sizes:
+        blocks = (64 << 20) // size
+        prompts = [[key_of(29, size, prompt, at) for at in range(blocks)] for prompt in range(count)]
+        primary = {"capacity": 2 * (64 << 20)}
+        memory = {"type": "memory", "name": "local", "capacity": 4 * size}
+        with service_process(_made(bench.directory / f"peers{size}"), memory, capacity="4GiB") as service:
+            machine = {**_machine(service.socket, PEERS_TIER), "keep_rows": True}
+            stack = {"primary": primary, "machine": machine}
+            with engines(2, lambda _: stack, size) as (first, second):  # noqa: B023
+                rates: list[list[float]] = [[], []]
+                for keys in prompts:
+                    _written(first, keys)
+                    moved, seconds, whole = _copied(first, second, keys)
+                    rates[0].append(moved / seconds / 1e9)
+                    rates[1].append(blocks * size / whole / 1e9)
+                    for manager in (first, second):
+                        manager.primary_tier.drop(keys)
+        shown: list[list[Cell]] = [
+            [name, statistics.median(each), min(each), max(each)]
+            for name, each in zip(("one thread", "whole loads"), rates, strict=True)
+        ]
+        bench.table(
+            f"blocks of {size >> 10} KiB from another engine's rows, GB/s", ["", "median", "lowest", "highest"], shown
+        )
+    bench.target("one thread copies and verifies 2 MiB", statistics.median(rates[0]), 10.0, "min", "GB/s")
+
+
+def _written(manager: Any, keys: list[OffloadKey]) -> None:
+    """Store blocks of random bytes."""
+    rows = np.asarray(manager.primary_tier.get_kv_memoryview())
+    if not rows.any():
+        rows[:] = np.random.default_rng(3).integers(0, 256, rows.shape[1], np.uint8)
+    store(manager, keys)
+
+
+def _copied(owner: Any, manager: Any, keys: list[OffloadKey]) -> tuple[int, float, float]:
+    """Load blocks from the rows of ``owner``; return the bytes and seconds of the copies, and those of the load."""
+
+    def counts() -> Any:
+        time.sleep(1.2)  # the service reports about once a second
+        list(manager.secondary_tiers[0].get_finished())
+        return manager.get_stats()["tiers"][PEERS_TIER]
+
+    until = time.monotonic() + WAIT
+    tier, ctx = manager.secondary_tiers[0], ReqContext(keys[0].hex()[-20:])
+    while tier.lookup_prefix(keys, ctx).held < len(keys):
+        if time.monotonic() > until:
+            raise RuntimeError("the blocks are not found")
+        owner.on_schedule_end()
+        manager.on_schedule_end()
+        time.sleep(0.01)
+    before = counts()
+    manager.on_new_request(ctx)
+    begun = time.perf_counter()
+    if wait_for_prefix(manager, keys, ctx, WAIT).hits < len(keys):
+        raise RuntimeError("a load failed")
+    whole = time.perf_counter() - begun
+    manager.on_request_finished(ctx)
+    after = counts()
+    return after["read_bytes"] - before["read_bytes"], after["read_seconds"] - before["read_seconds"], whole
+
+
 class Flow:
     """Keeps loads and stores of 2 MiB under way, between the steps of an engine."""
 
@@ -572,6 +642,6 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 def run(bench: Bench) -> None:
     load = os.getloadavg()[0]
-    for part in (bucket, conversations, thread, loads, steps):
+    for part in (bucket, conversations, thread, peers, loads, steps):
         part(bench)
     bench.note(f"Load average before the run: {load:.1f} on {len(os.sched_getaffinity(0))} cores.")

@@ -22,6 +22,7 @@ from tiering import (
     open_manager,
     wait_for_prefix,
 )
+from tiering.machine.options import PEERS_TIER
 from tiering.testing.clock import until
 from tiering.testing.frames import random_bytes
 
@@ -135,14 +136,15 @@ class SmallEngine:
         self.manager.shutdown()
 
 
-def storm(socket: Path, seed: int, pipe: Connection) -> None:
+def storm(socket: Path, seed: int, tiers: Sequence[str], pipe: Connection) -> None:
     """Store and load shared numbers until the pipe has something; sends ("wrong", numbers) and counts.
 
     Engines of one storm share the numbers, so that they find each other's blocks. A reset brings other weights, under
     a revision.
     """
     rng = random.Random(seed)
-    engine = SmallEngine(socket, machine={"load_deadline": "2s", "lookup_deadline": "100ms"})
+    peers = {"keep_rows": True} if PEERS_TIER in tiers else {}
+    engine = SmallEngine(socket, tiers, machine={"load_deadline": "2s", "lookup_deadline": "100ms", **peers})
     loaded = 0
     pipe.send(("up", os.getpid()))
     while not pipe.poll():
@@ -157,8 +159,8 @@ def storm(socket: Path, seed: int, pipe: Connection) -> None:
             engine.weights = rng.randrange(1, 4)
             engine.manager.reset_cache(f"step-{engine.weights}")
         if loaded % 20 == 0:
-            pipe.send(("promoted", engine.stat("promotions")))
-    stats = engine.manager.get_stats()["tiers"]["local"]
+            pipe.send(("promoted", engine.stat("promotions", tiers[0])))
+    stats = engine.manager.get_stats()["tiers"][tiers[0]]
     engine.close()
     pipe.send(("end", loaded, stats["promotions"], stats["cascades"]))
 
@@ -166,16 +168,16 @@ def storm(socket: Path, seed: int, pipe: Connection) -> None:
 class StormProcess:
     """A child process that runs a storm."""
 
-    def __init__(self, socket: Path, seed: int) -> None:
+    def __init__(self, socket: Path, seed: int, tiers: Sequence[str] = TIERS) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=storm, args=(socket, seed, theirs), daemon=True)
+        self.process = context.Process(target=storm, args=(socket, seed, tiers, theirs), daemon=True)
         self.process.start()
         theirs.close()
         assert self.pipe.poll(PATIENCE), "the engine did not come up"
         self.wrong: list[int] = []
         self.promoted = 0
-        """Number of blocks that came from the service."""
+        """Number of blocks that came from the first of the tiers."""
 
     def drain(self) -> None:
         """Read what the child has sent."""

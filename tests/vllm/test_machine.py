@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.machine.hosts import service_process
 from tests.vllm import shared_memory
 from tests.vllm.rig import answers_without_tiers, prompt, whole_blocks, wrong
@@ -39,4 +41,29 @@ def test_data_parallel_engines_share_the_tiers_of_the_machine(llama: Path, tmp_p
             service.restart()
             until(lambda: local("available", 1) == 1, 60, "the next service")
             assert wrong(server.ask(PROMPTS, replica=1), expected) == []
+    assert shared_memory.is_clean()
+
+
+@pytest.mark.slow
+def test_data_parallel_engines_load_from_each_others_rows(llama: Path, tmp_path: Path) -> None:
+    """The service's own tier has room for five blocks, so that the rows alone have the others."""
+    expected = answers_without_tiers(llama, PROMPTS)
+    tier = {"type": "memory", "name": "local", "capacity": "256KiB"}
+    blocks = whole_blocks(PROMPTS)
+    with service_process(tmp_path, tier) as service:
+        machine = {"socket": str(service.socket), "tiers": ["peers", "local"], "keep_rows": True}
+        stack = {"primary": {"capacity": "32MiB"}, "machine": machine}
+        two = ("--data-parallel-size", "2")
+        with serve(llama, stack, tmp_path / "log", *two, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+
+            def peers(name: str, replica: int) -> float:
+                server.ask([prompt(0, 8)], 1, replica=replica)
+                return server.metric(f"kv_tiering_{name}", engine=str(replica), tier="peers")
+
+            for replica in range(2):
+                until(lambda replica=replica: peers("available", replica) == 1, 60, "the service")  # type: ignore[misc]
+            assert wrong(server.ask(PROMPTS, replica=0), expected) == []
+            until(lambda: peers("blocks", 1) >= blocks, 60, "the report of the rows")
+            assert wrong(server.ask(PROMPTS, replica=1), expected) == []
+            assert peers("promotions_total", 1) == blocks
     assert shared_memory.is_clean()
