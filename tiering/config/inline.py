@@ -64,7 +64,7 @@ LARGEST_BLOCK = 2 << 20
 """Size in bytes of the largest blocks of LMCache's objects, by default."""
 
 NO_EVENTS = "has no effect in vLLM: --kv-events-config decides"
-"""What is wrong with a stack's word ``events`` in vLLM."""
+"""Reason why vLLM refuses the word ``events`` of a stack."""
 
 _STACK_WORDS = frozenset(StackConfig.model_fields)
 _SEEN = {
