@@ -35,15 +35,22 @@ TARGET = 2
 
 
 class Bench:
-    """A connector beside an engine's pool of 16 blocks or more, in which steps compute at most 4 tokens."""
+    """A connector beside an engine's pool of 16 blocks or more, in which steps compute ``step`` blocks at most."""
 
     def __init__(
-        self, *, exclusive: bool = True, feeds_tiers: bool = False, rows: int = 100, blocks: int = 16, **options: Any
+        self,
+        *,
+        exclusive: bool = True,
+        feeds_tiers: bool = False,
+        rows: int = 100,
+        blocks: int = 16,
+        step: int = 1,
+        **options: Any,
     ) -> None:
         self.manager = FakeManager(rows)
         self.manager.exclusive, self.manager.feeds_tiers = exclusive, feeds_tiers
         events = {"self_describing_kv_events": True}
-        spec = make_spec(manager=self.manager, max_batch_tokens=BLOCK, **events, **options)
+        spec = make_spec(manager=self.manager, max_batch_tokens=step * BLOCK, **events, **options)
         self.scheduler = OffloadingConnectorScheduler(spec, clock=lambda: 0.0, enable_kv_cache_events=True)
         self.pool = MirroredPool(blocks + 1)
         self.scheduler.bind_gpu_block_pool(self.pool)
@@ -141,6 +148,23 @@ def test_the_blocks_of_small_steps_are_stored_together_and_two_steps_before_they
         stored.append(len(bench.late))
         bench.use_up(1)
     assert stored == [4, 4, 6, 6, 8, 8, 8, 8]
+    assert bench.count("exclusive_losses") == 0
+
+
+def test_in_a_small_pool_too_the_blocks_of_small_steps_are_stored_together() -> None:
+    """Two steps use up a quarter of the pool, which is more than the walk looks at in a large one."""
+    bench, request = Bench(blocks=255, step=32, rows=300), prompt(192)
+    bench.run(request, blocks=192)
+    bench.end(request)
+    bench.use_up(63)  # the blocks of the request are all that is left
+    ids = [block.block_id for block in bench.pool.free]
+    stores, late = 0, -1
+    for used in range(0, 96, 2):
+        bench.steps(2)
+        assert set(ids[used : used + 64]) <= set(bench.late)
+        stores, late = stores + (len(bench.late) > late), len(bench.late)
+        bench.use_up(2)
+    assert stores <= 12, "the blocks of four steps or so are one store; before, each of the 48 stored its own"
     assert bench.count("exclusive_losses") == 0
 
 

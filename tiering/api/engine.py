@@ -265,3 +265,23 @@ class CanonicalKVCaches:
     """Tensors with KV; one that several layers share is listed once."""
     group_data_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...] = field(default=())
     """References to the tensors per KV-cache group, in the order in which a row holds them."""
+
+
+POOL_PART = 8
+"""Quotient of all GPU blocks and those that the walk of an exclusive tier looks at, from two to four steps' need."""
+
+SPARE_PART = 32
+"""Quotient of all GPU blocks and those beyond two steps' need that it looks at in a small pool.
+
+There, two steps' need is more than the pool's part, and without spare blocks each step would store its own few.
+"""
+
+
+def watched_blocks(two_steps: int, blocks: int) -> int:
+    """Return the number of free blocks whose content is stored, because the engine uses them up next.
+
+    Args:
+        two_steps: the largest number of blocks that two steps can use up.
+        blocks: number of GPU blocks.
+    """
+    return two_steps + min(two_steps, max(blocks // SPARE_PART, blocks // POOL_PART - two_steps))

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress, islice, repeat
 from typing import Any, NamedTuple
 
+from tiering.api.engine import watched_blocks
 from tiering.api.keys import OffloadKey, get_offload_group_idx
 from tiering.api.manager import OffloadingManager, PrepareStoreOutput
 from tiering.api.transfer import GPULoadStoreSpec, LoadStoreSpec, as_rows
@@ -26,9 +27,6 @@ from tiering.connector.free_queue import FreeQueueWalk, blocks_of_two_steps
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
-
-POOL_PART = 8
-"""Quotient of all GPU blocks and those that the walk looks at, between two and four steps' need."""
 
 
 class LateStore(NamedTuple):
@@ -65,13 +63,13 @@ class EngineCache(FreeQueueWalk):
     ) -> None:
         super().__init__()
         two_steps = blocks_of_two_steps(groups, max_batch_tokens)
-        self.target = max(two_steps, min(2 * two_steps, len(pool.blocks) // POOL_PART))
+        self.target = watched_blocks(two_steps, len(pool.blocks))
         """Number of free blocks that the walk looks at: those that the engine uses up next.
 
         A copy begins with the next step and takes about one, so that blocks of the step after that must be copied now.
         """
-        self._enough = min(self.target, two_steps + two_steps // 2)
-        """Number of passed blocks from which the walk rests: a step leaves two steps' need of them.
+        self._enough = max(two_steps, self.target - two_steps // 2)
+        """Number of passed blocks from which the walk rests: a step leaves at least one step's need of them.
 
         The blocks of many small steps thus become one store.
         """
@@ -80,6 +78,10 @@ class EngineCache(FreeQueueWalk):
         self._manager = manager
         self._events = events
         self._described = {group.engine_idx: events.captures(group) for group in groups}
+        self.feeds_tiers = True
+        """False if blocks are stored late only, because there are no tiers that want them earlier."""
+        self._describes = any(self._described.values())
+        self._has_chunks = any(group.block_size_factor > 1 for group in groups)
         self._counters = counters
         self.blocks_of: dict[OffloadKey, tuple[int, ...]] = {}
         """GPU blocks of each noted block; only the methods of this class change the dictionary."""
@@ -123,9 +125,10 @@ class EngineCache(FreeQueueWalk):
                 for key, ids, old in zip(keys, places, found, strict=True)
             ]
             first = [old is None for old in found]
-            self._record(request, group, list(compress(positions, first)), list(compress(keys, first)))
+            if self._describes:
+                self._record(request, group, list(compress(positions, first)), list(compress(keys, first)))
             keys, places = list(compress(keys, new)), list(compress(places, new))
-        else:
+        elif self._describes:
             self._record(request, group, positions, keys)
         if keys:
             if group.block_size_factor > 1:
@@ -170,14 +173,20 @@ class EngineCache(FreeQueueWalk):
         while computing and computing[0][0] < step - STEPS_IN_FLIGHT:
             _, keys = computing.popleft()
             self._manager.engine_holds([key for key in keys if key in self.blocks_of])
-        for blocks in (taken, zeroed):
-            if blocks:
-                self.left_queue((blocks,))
-                keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
-                if self._sharing:
-                    keys += chain.from_iterable(map(self._sharing.pop, blocks, repeat(())))
-                if keys:
-                    self._end(keys, blocks)
+        if taken:
+            self._handed_out(taken)
+        if zeroed:
+            self._handed_out(zeroed)
+
+    def _handed_out(self, blocks: Sequence[int]) -> None:
+        """End the notes on GPU blocks that the engine hands out."""
+        if self._passed:
+            self.left_queue((blocks,))
+        keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
+        if self._sharing:
+            keys += chain.from_iterable(map(self._sharing.pop, blocks, repeat(())))
+        if keys:
+            self._end(keys, blocks)
 
     def left_queue(self, block_ids: Iterable[Collection[int]]) -> None:
         """Note that requests use these GPU blocks, which are in the free queue no more.
@@ -234,12 +243,12 @@ class EngineCache(FreeQueueWalk):
     def _forget(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
             self._leave(key, self.blocks_of.pop(key))
-        self._release_snapshots(keys)
+        if self._describes:
+            self._release_snapshots(keys)
 
     def _release_snapshots(self, keys: Iterable[OffloadKey]) -> None:
         """Keep the snapshots of blocks no longer for a late store."""
-        if any(self._described.values()):
-            self._events.store_failed([key for key in keys if self._described[get_offload_group_idx(key)]])
+        self._events.store_failed([key for key in keys if self._described[get_offload_group_idx(key)]])
 
     # ------------------------------------------------------------------------------------------------------------- walk
 
@@ -253,17 +262,19 @@ class EngineCache(FreeQueueWalk):
             return None
         leaving: dict[OffloadKey, tuple[int, ...]] = {}
         gone: dict[OffloadKey, tuple[int, ...]] = {}
-        passed, key_of, known = [], self._key_of.get, self.blocks_of.get
+        passed, key_of, known = list[int](), self._key_of.get, self.blocks_of.get
+        node, most = before, self._most
         for node in islice(self.blocks(self._pool.free_block_queue), self.target - len(self._passed)):
-            if len(leaving) == self._most:
-                break
             block = node.block_id
-            key = key_of(block)
-            if key is not None and block in (ids := known(key, ())):
-                is_cached = node.block_hash == key if len(ids) == 1 else self._is_cached(key, ids)
-                (leaving if is_cached else gone)[key] = ids
             passed.append(block)
-            self.cursor = node
+            if (key := key_of(block)) is not None and block in (ids := known(key, ())):
+                if not (node.block_hash == key if len(ids) == 1 else self._is_cached(key, ids)):
+                    gone[key] = ids
+                else:
+                    leaving[key] = ids
+                    if len(leaving) == most:
+                        break
+        self.cursor = node
         if gone:
             self._end(gone, set(chain.from_iterable(gone.values())))
         late = None
@@ -277,17 +288,25 @@ class EngineCache(FreeQueueWalk):
                 self.cursor, self._most = before, max(1, len(keys) // 2)
                 return None
             self._most = min(2 * self._most, self.target)
-            for key, ids in leaving.items():
-                del self.blocks_of[key]
-                self._leave(key, ids)
-                if self._key_of.get(ids[0]) == key:
-                    del self._key_of[ids[0]]
-            if any(self._described.values()) and len(output.keys_to_store) < len(keys):
+            self._left(leaving)
+            if self._describes and len(output.keys_to_store) < len(keys):
                 self._release_snapshots(leaving.keys() - set(output.keys_to_store))
             self._counters.late_stores += len(output.keys_to_store)
             late = self._copy(output, leaving)
         self._passed.update(passed)
         return late
+
+    def _left(self, leaving: Mapping[OffloadKey, tuple[int, ...]]) -> None:
+        """End the notes on blocks of the walk, which have rows now."""
+        if not self._has_chunks:
+            blocks = chain.from_iterable(map(self.blocks_of.pop, leaving))
+            deque(map(self._key_of.pop, blocks), maxlen=0)
+            return
+        for key, ids in leaving.items():
+            del self.blocks_of[key]
+            self._leave(key, ids)
+            if self._key_of.get(ids[0]) == key:
+                del self._key_of[ids[0]]
 
     def plan_wanted(self) -> LateStore | None:
         """Return the store of blocks that tiers want and only the engine's cache holds; None: none."""

@@ -55,10 +55,13 @@ class FreeQueueWalk:
         Args:
             block_ids: GPU blocks that requests have got, by KV-cache group.
         """
-        if self.cursor is None or not any(self.cursor.block_id in ids for ids in block_ids):
-            return False
-        self.cursor = None
-        return True
+        if self.cursor is not None:
+            block = self.cursor.block_id
+            for ids in block_ids:
+                if block in ids:
+                    self.cursor = None
+                    return True
+        return False
 
     def blocks(self, queue: FreeBlockQueue) -> Iterator[Any]:
         """Yield the free blocks behind the cursor, which the caller moves.

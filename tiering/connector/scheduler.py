@@ -148,14 +148,14 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         Without a pool, all GPU blocks are suspects after a reset until they are filled again. An exclusive CPU tier
         needs a pool with a prefix cache and a free queue; otherwise the tier is inclusive.
         """
-        self._pool = pool = gpu_block_pool
-        cache = None
+        self._pool, self._shows_cache, pool = gpu_block_pool, True, gpu_block_pool
         engine, queue = self._spec.engine, getattr(pool, "free_block_queue", None)
-        if engine.enable_prefix_caching and hasattr(queue, "fake_free_list_head"):
-            cache = EngineCache(pool, self.groups, engine.max_batch_tokens, self.manager, self.events, self._counters)
-        self._shows_cache = True
-        blocks = 0 if cache is None else len(pool.blocks) // self._spec.block_size_factor
-        if self.manager.hold_exclusively(None if cache is None else cache.holds, blocks):
+        if not (engine.enable_prefix_caching and hasattr(queue, "fake_free_list_head")):
+            self.manager.hold_exclusively(None)
+            return
+        cache = EngineCache(pool, self.groups, engine.max_batch_tokens, self.manager, self.events, self._counters)
+        if self.manager.hold_exclusively(cache.holds, len(pool.blocks) // self._spec.block_size_factor):
+            cache.feeds_tiers = self.manager.stores_computed
             self._engine_cache = self._stores.engine_cache = self._fenced.engine_cache = cache
             self._completions.stores = self._stores
 

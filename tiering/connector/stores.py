@@ -85,6 +85,7 @@ class StorePlanner:
         self._described = [events.captures(group) for group in groups]
         """By KV-cache group: True if KV events describe the blocks of the group."""
         self._largest_block = max(group.offloaded_block_size for group in groups)
+        self._no_offers = [Offer((), [], as_rows([]))] * len(groups)
         self._warn_full = LimitedWarning(logger, clock)
         self._holds_back = any(group.volatile_tokens for group in groups)
         self.last: dict[ReqId, TransferOrder] = {}
@@ -197,8 +198,8 @@ class StorePlanner:
 
     def _not_noted(self, cache: EngineCache, offers: Sequence[Offer], state: RequestState) -> list[Offer]:
         """Return the part of ``offers`` that an exclusive CPU tier stores now, to feed other tiers."""
-        if not self._manager.stores_computed:
-            return [Offer((), [], as_rows([]))] * len(offers)
+        if not cache.feeds_tiers:
+            return self._no_offers
         if state.request_level:
             return list(offers)
         chosen = []
@@ -214,7 +215,7 @@ class StorePlanner:
         None: there are none to copy.
         """
         ctx, late = LATE_STORE, cache.plan()
-        if late is None:
+        if late is None and cache.feeds_tiers:
             ctx, late = WANTED_STORE, cache.plan_wanted()
         if late is None:
             return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tiering.api.engine import watched_blocks
 from tiering.api.hints import NO_HINTS, RequestHints
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
 from tiering.api.request import LATE_STORE, WANTED_STORE, ReqContext
@@ -126,7 +127,7 @@ class Replay:
         if blocks := (model.device_cache or 0) // block_bytes:
             step = -(-STEP_TOKENS // block_tokens)
             exclusive = stack.primary.inclusion == "exclusive"
-            self._device = DeviceCache(blocks, max(2 * step, min(4 * step, blocks // 8)) if exclusive else 0)
+            self._device = DeviceCache(blocks, watched_blocks(2 * step, blocks) if exclusive else 0)
             self._exclusive = self._manager.hold_exclusively(self._device.holds, blocks)
         if self._manager.gates_loads:
             self._manager.note_compute([block_tokens / model.prefill_tokens_per_second])
