@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import LATE_STORE, WANTED_STORE
+from tiering.manager.fed_blocks import FedBlocks
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 
@@ -143,3 +147,98 @@ def test_an_inclusive_tier_looks_for_nothing_in_the_engines_cache() -> None:
     tier.wanted = [A]
     rig.step()
     assert not rig.manager.take_wanted()
+
+
+def test_a_block_that_a_tier_has_taken_is_copied_no_second_time_before_it_is_used_again() -> None:
+    rig = Rig(3, FakeTier("disk"))
+    rig.engine.update(KEYS)
+    rig.store([A, B])
+    assert rig.late(C, D, E) == [C, D, E], "the rows of the others have gone"
+    assert not rig.held() & {A, B}
+    assert rig.late(A) == []
+    assert rig.manager.engine_dropped([B]) == 0, "the tier has it, so that it is not lost"
+    rig.engine.difference_update([A, B])
+    assert rig.late(A, B) == [A, B], "each time that they leave the engine again"
+
+
+def test_a_fed_block_that_was_loaded_since_is_stored_late() -> None:
+    rig = Rig(3, FakeTier("disk"))
+    rig.engine.update(KEYS)
+    rig.store([A])
+    rig.manager.prepare_load([A], rig.ctx)
+    rig.manager.complete_load([A], rig.ctx)
+    rig.manager.engine_holds([A])
+    assert rig.late(B, C, D) == [B, C, D]
+    assert rig.late(A) == [A]
+
+
+@pytest.mark.parametrize("end", ["fails", "came late", "reset", "tier fails", "may be computed", "is never loaded"])
+def test_a_block_that_requests_may_not_find_in_a_tier_is_stored_late(end: str) -> None:
+    rules: dict[str, Any] = {
+        "may be computed": {"load_or_compute": "auto"},
+        "is never loaded": {"load_or_compute": "never"},
+    }
+    tier = FakeTier("disk", **rules.get(end, {}))
+    rig = Rig(3, tier)
+    rig.engine.update(KEYS)
+    output = rig.manager.prepare_store([A], rig.ctx)
+    assert output is not None
+    rig.manager.complete_store([A], rig.ctx)
+    if end == "came late":
+        rig.manager.engine_dropped([A])
+    for job in list(tier.stores):
+        tier.finish(job, success=end != "fails")
+    rig.step()
+    if end == "reset":
+        rig.manager.reset_cache()
+    if end == "tier fails":
+        tier.raises = {"get_finished"}
+        rig.step()
+    assert rig.late(B, C, D) == [B, C, D]
+    assert rig.late(A) == [A]
+
+
+def test_what_a_faster_tier_takes_from_a_slower_one_is_stored_late() -> None:
+    fast, slow = FakeTier("fast", admits=set()), FakeTier("slow")
+    slow.held = {A}
+    rig = Rig(3, fast, slow)
+    rig.engine.update(KEYS)
+    assert rig.manager.match_prefix([A], rig.ctx).pending
+    rig.step()
+    fast.admits = None
+    for job in list(slow.loads):
+        slow.finish(job)
+    rig.step()
+    assert rig.manager.match_prefix([A], rig.ctx) == (1, False)
+    rig.manager.prepare_load([A], rig.ctx)
+    rig.manager.complete_load([A], rig.ctx)
+    rig.manager.engine_holds([A])
+    assert [job.is_fill for job in fast.stores] == [True]
+    for job in list(fast.stores):
+        fast.finish(job)
+    rig.step()
+    assert rig.late(B, C, D) == [B, C, D]
+    assert rig.late(A) == [A]
+
+
+def test_a_tier_gets_a_block_that_another_tier_has_taken_from_the_engine() -> None:
+    fast, slow = FakeTier("fast"), FakeTier("slow", admits=set())
+    rig = Rig(3, fast, slow)
+    rig.engine.update(KEYS)
+    rig.store([A])
+    assert rig.late(B, C, D) == [B, C, D]
+    slow.wanted = [A]
+    rig.step()
+    assert list(rig.manager.take_wanted()) == [A]
+    output = rig.manager.prepare_late_store([A])
+    assert output is not None
+    assert output.keys_to_store == [A]
+
+
+def test_fed_blocks_are_forgotten_when_they_are_more_than_the_engine_can_hold() -> None:
+    fed = FedBlocks()
+    fed.most = 3
+    fed.add([A, B])
+    assert (list(fed.others([A, C, B, D])), len(fed)) == ([C, D], 2)
+    fed.add([C, D])
+    assert (list(fed.others(KEYS)), len(fed)) == (KEYS, 0)

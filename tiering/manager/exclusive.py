@@ -42,6 +42,7 @@ class ManagerExclusive(ManagerParts):
                 self._advisor.exclude(PRIMARY_TIER, blocks)
             self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
             self._missing = {}
+            self._jobs.fed.most = blocks or self.primary_tier.num_rows
         return self._is_exclusive
 
     @property
@@ -57,7 +58,9 @@ class ManagerExclusive(ManagerParts):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self.primary_tier.unmark_held(keys)
-        return len(self.primary_tier.unknown(keys))
+        left = self._jobs.fed.others(self.primary_tier.unknown(keys))
+        self._jobs.fed.discard(keys)
+        return len(left)
 
     def take_wanted(self) -> Sequence[OffloadKey]:
         if get_ident() != self._owner.ident:
@@ -78,8 +81,13 @@ class ManagerExclusive(ManagerParts):
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         self._enter()
         self.primary_tier.unmark_held(keys)
-        output = self.primary_tier.prepare_store(keys, LATE_STORE)
+        copied, fed, wanting, readable = keys, self._jobs.fed, self._wanting, self._readable
+        if fed:
+            others = frozenset(fed.others(keys))
+            copied = [key for key in keys if key in others or key in readable or key in wanting]
+        output = self.primary_tier.prepare_store(copied, LATE_STORE)
         if output is not None:
+            fed.discard(keys)
             self._broker.evicted(output.evicted_keys)
             if self._bounds_copies:
                 self.primary_tier.grant_copies(COPIES_PER_BLOCK * len(keys) - len(output.keys_to_store))

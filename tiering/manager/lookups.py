@@ -192,6 +192,7 @@ class ManagerLookups(ManagerParts):
         self.primary_tier.complete_load(keys, req_context)
         if self._gates and (request := self._known.get(req_context.req_id)) is not None:
             self._search.handed_over(request)
+        self._jobs.fed.discard(keys)
         if self._bounds_copies:
             self.primary_tier.grant_copies(-COPIES_PER_BLOCK * len(keys))
 

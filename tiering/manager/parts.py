@@ -190,6 +190,7 @@ class ManagerParts(OffloadingManager):
     def _on_failed(self, state: TierState) -> None:
         """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
         self._promotions.fail_all(state)
+        self._jobs.fed.clear()
         self._stats.queued_retired += self._broker.empty(state)
 
     def _before_reset(self) -> None:
@@ -197,6 +198,7 @@ class ManagerParts(OffloadingManager):
         self._promotions.drop_queued()
         self._jobs.collect()
         self._stats.queued_reset += self._jobs.drop_all()
+        self._jobs.fed.clear()
         self._promotions.reset(self._jobs.running_promotions())
         self._requests.drop_refusals()
         self._early.clear()

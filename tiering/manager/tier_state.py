@@ -85,6 +85,11 @@ class TierState:
     cascade_ended: float = -math.inf
     """Time at which the last cascade to the tier ended, on the manager's clock."""
 
+    @property
+    def serves_all(self) -> bool:
+        """True if each request that finds a block of the tier loads the block."""
+        return self.loads and self.gate is None and self.traits.min_prefix_blocks <= 1
+
     @classmethod
     def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:
         """Return the state of a tier that is in service and holds nothing.

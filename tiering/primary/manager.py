@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -300,6 +300,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if self._table.marks.first_victims is not None and not self.readable.disjoint(keys):
             found = [row for row in self._table.rows_of(keys) if row is not None]
             self._table.marks.hold(np.fromiter(found, np.int64, len(found)))
+
+    def held_of(self, keys: Sequence[OffloadKey], rows: Rows) -> list[OffloadKey]:
+        """Return those of ``keys`` whose ``rows`` are evicted before others, because the engine's cache has them."""
+        victims = self._table.marks.first_victims
+        return [] if victims is None else list(compress(keys, victims.are_marked(rows).tolist()))
 
     def unmark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Make readable ``keys`` the most recent blocks, and evict their rows first no more."""

@@ -56,6 +56,10 @@ class FirstVictims:
         """Remove the marks of ``rows``; rows without a mark are ignored."""
         self._marked[rows] = False
 
+    def are_marked(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return for each of ``rows`` whether it is marked."""
+        return self._marked[rows]
+
     def release(self, rows: Rows) -> None:
         """Make those of ``rows`` candidates again that are marked, because they have no readers any more."""
         marked = rows[self._marked[rows]]
