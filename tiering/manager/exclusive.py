@@ -24,7 +24,7 @@ BOUNDS_COPIES_FROM = 2.5
 """Rows per block of the engine's cache from which copies are bounded.
 
 An inclusive tier of that size has most of the hits as well, and copies each computed block once. With secondary tiers,
-computed blocks are copied in any case, and nothing bounds the second copy.
+computed blocks are copied in any case, and a second time only if no tier has them or after they were loaded.
 """
 
 
