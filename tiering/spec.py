@@ -34,7 +34,7 @@ from tiering.errors import ConfigError, RegionError
 from tiering.machine.options import PEERS_TYPE
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.memory.prefault import Share
-from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.region import RegionSide, SharedRegion, row_stride
 
 logger = logging.getLogger("kv_tiering.stack")
 
@@ -208,10 +208,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                 self.model,
                 self.group_bytes,
                 name=engine.engine_id or None,
-                sides=engine.world_size + 1 if engine.engine_id else 1,
-                mark=self.mark,
-                share=share,
-                in_background=True,
+                side=RegionSide(engine.world_size + 1 if engine.engine_id else 1, self.mark, share, in_background=True),
             )
         return self._region
 

@@ -24,7 +24,7 @@ from tiering.machine.claim import KeptRegion
 from tiering.machine.region import Region, RowsClaim
 from tiering.machine.regions import Regions
 from tiering.machine.service import MachineService
-from tiering.primary.memory.region import MARK_BYTES, SharedRegion
+from tiering.primary.memory.region import MARK_BYTES, RegionSide, SharedRegion
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import FakeClock, until
@@ -255,7 +255,7 @@ def test_an_engine_whose_first_process_found_no_service_claims_no_rows(service: 
     stack = load_stack({"primary": {"capacity": 24 * max(GROUP_BYTES)}, "machine": words})
     away = load_stack({"primary": stack.primary, "machine": {**words, "socket": "/nothing.sock"}})
     name = f"engine-{os.getpid()}"
-    sides = [make_rows(one, 24, model(), GROUP_BYTES, name=name, sides=2) for one in (away, stack)]
+    sides = [make_rows(one, 24, model(), GROUP_BYTES, name=name, side=RegionSide(2)) for one in (away, stack)]
     try:
         assert [side.is_complete for side in sides] == [True, True]
     finally:
@@ -268,7 +268,7 @@ def test_workers_of_two_engines_with_one_name_do_not_get_the_same_rows(service: 
     stack = load_stack({"primary": {"capacity": 24 * max(GROUP_BYTES)}, "machine": words})
 
     def side(mark: bytes | None) -> SharedRegion:
-        return make_rows(stack, 24, model(), GROUP_BYTES, name=f"twice-{os.getpid()}", sides=2, mark=mark)
+        return make_rows(stack, 24, model(), GROUP_BYTES, name=f"twice-{os.getpid()}", side=RegionSide(2, mark))
 
     worker = side(bytes([1]) * MARK_BYTES)
     try:

@@ -25,8 +25,7 @@ from tiering.machine.tier import MachineTier
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.warm_start import WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.primary.memory.prefault import Share
-from tiering.primary.memory.region import SharedRegion, row_stride, shared_path, sweep
+from tiering.primary.memory.region import ONLY_SIDE, RegionSide, SharedRegion, row_stride, shared_path, sweep
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext
@@ -169,10 +168,7 @@ def make_rows(
     group_bytes: Sequence[int],
     *,
     name: str | None = None,
-    sides: int = 1,
-    mark: bytes | None = None,
-    share: Share | None = None,
-    in_background: bool = False,
+    side: RegionSide = ONLY_SIDE,
 ) -> SharedRegion:
     """Return the rows of an engine, if possible those of the service that the stack asks for.
 
@@ -182,10 +178,7 @@ def make_rows(
         model: identity of the model.
         group_bytes: size of a block in bytes per KV-cache group.
         name: name under which all processes of the engine open the rows; default: there is one process.
-        sides: number of calls with this name.
-        mark: as in :meth:`SharedRegion.open_shared`.
-        share: as in :meth:`SharedRegion.open_shared`.
-        in_background: as in :meth:`SharedRegion.open_shared`.
+        side: this process among those that open the rows; default: it is the only one.
 
     Raises:
         TieringError: there is no room, or the sides disagree.
@@ -194,25 +187,12 @@ def make_rows(
     if stack.machine is not None and stack.machine.keep_rows and not _opened_without_service(name):
         words = stack.namespace, stack.salt, stack.revision
         claimed = name or secrets.token_hex(16)
-        kept = claim_rows(
-            stack.machine,
-            claimed,
-            model,
-            group_bytes,
-            words,
-            num_rows,
-            sides=sides,
-            mark=mark,
-            share=share,
-            in_background=in_background,
-        )
+        kept = claim_rows(stack.machine, claimed, model, group_bytes, words, num_rows, side)
         if kept is not None:
             return kept
     if name is None:
-        return SharedRegion.create(num_rows, row_bytes, share=share, in_background=in_background)
-    return SharedRegion.open_shared(
-        name, num_rows, row_bytes, sides=sides, mark=mark, share=share, in_background=in_background
-    )
+        return SharedRegion.create(num_rows, row_bytes, share=side.share, in_background=side.in_background)
+    return SharedRegion.open_shared(name, num_rows, row_bytes, **side._asdict())
 
 
 def _opened_without_service(name: str | None) -> bool:

@@ -25,8 +25,8 @@ from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket
 from tiering.machine.messages import MAX_MESSAGE, Kind, Record, messages, pack, read
 from tiering.machine.options import MachineOptions
 from tiering.machine.rows import check_rows
-from tiering.primary.memory.prefault import Share, advise
-from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.prefault import advise
+from tiering.primary.memory.region import RegionSide, SharedRegion, row_stride
 from tiering.primary.memory.room import check_room
 
 _log = logging.getLogger("kv_tiering.machine")
@@ -52,11 +52,7 @@ class KeptRegion(SharedRegion):
         fds: Sequence[int],
         num_rows: int,
         row_bytes: int,
-        *,
-        sides: int,
-        mark: bytes | None,
-        share: Share | None,
-        in_background: bool,
+        side: RegionSide,
     ) -> Self:
         """Map claimed rows.
 
@@ -65,10 +61,7 @@ class KeptRegion(SharedRegion):
             fds: the descriptors that the service has sent, which are closed.
             num_rows: number of rows.
             row_bytes: size of a row in bytes.
-            sides: number of claims of the engine.
-            mark: as in :meth:`SharedRegion.open_shared`.
-            share: as in :meth:`SharedRegion.open_shared`.
-            in_background: as in :meth:`SharedRegion.open_shared`.
+            side: this claim among those of the engine.
 
         Raises:
             TieringError: the rows cannot be mapped, or are those of another engine.
@@ -83,7 +76,7 @@ class KeptRegion(SharedRegion):
                 check_room(num_rows * row_stride(row_bytes), None)
             check_rows(own, num_rows * row_stride(row_bytes))
             check_rows(fds[1], num_rows * WORD_BYTES)
-            region = cls.join(own, num_rows, row_bytes, sides=sides, mark=mark)
+            region = cls.join(own, num_rows, row_bytes, sides=side.sides, mark=side.mark)
             own = -1
             region.connection = connection
             words = mmap.mmap(fds[1], num_rows * WORD_BYTES)
@@ -100,7 +93,7 @@ class KeptRegion(SharedRegion):
         finally:
             for fd in fds:
                 os.close(fd)
-        return region.prepared(share, in_background)
+        return region.prepared(side.share, side.in_background)
 
     def close(self) -> None:
         super().close()
@@ -157,11 +150,7 @@ def claim_rows(
     group_bytes: Sequence[int],
     words: Sequence[str | None],
     num_rows: int,
-    *,
-    sides: int = 1,
-    mark: bytes | None = None,
-    share: Share | None = None,
-    in_background: bool = False,
+    side: RegionSide,
 ) -> KeptRegion | None:
     """Return rows of the service; None, with a line in the log, if it cannot give any.
 
@@ -172,23 +161,18 @@ def claim_rows(
         group_bytes: bytes of a block, per KV-cache group.
         words: further words of the stack that engines with equal blocks have in common.
         num_rows: number of rows.
-        sides: number of claims of the engine; default 1.
-        mark: as in :meth:`SharedRegion.open_shared`.
-        share: as in :meth:`SharedRegion.open_shared`.
-        in_background: as in :meth:`SharedRegion.open_shared`.
+        side: this claim among those of the engine.
 
     Raises:
         TieringError: the rows cannot be mapped, or are those of another engine: other rows would be no better.
     """
     row_bytes = max(group_bytes)
     path = str(Path(options.socket).expanduser())
-    numbers = {"rows": num_rows, "stride": row_stride(row_bytes), "sides": sides, "tiers": len(options.tiers)}
+    numbers = {"rows": num_rows, "stride": row_stride(row_bytes), "sides": side.sides, "tiers": len(options.tiers)}
     text = describe(name, model, group_bytes, words, **numbers)
     try:
         connection, fds = _ask(path, text)
     except (OSError, TieringError) as error:
         _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
         return None
-    return KeptRegion.mapped(
-        connection, fds, num_rows, row_bytes, sides=sides, mark=mark, share=share, in_background=in_background
-    )
+    return KeptRegion.mapped(connection, fds, num_rows, row_bytes, side)
