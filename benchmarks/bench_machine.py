@@ -480,7 +480,7 @@ def _written(manager: Any, keys: list[OffloadKey]) -> None:
 
 
 def _copied(owner: Any, manager: Any, keys: list[OffloadKey]) -> tuple[int, float, float]:
-    """Load blocks from the rows of ``owner``; return the bytes and seconds of the copies, and those of the load."""
+    """Return the bytes and seconds of copies from the rows of ``owner``, and the seconds of the load."""
 
     def counts() -> Any:
         time.sleep(1.2)  # the service reports about once a second
