@@ -217,6 +217,25 @@ def test_all_engines_that_wait_for_one_copy_get_the_block_from_the_disk(
             assert (other.stat("promotions", PEERS_TIER), other.stat("promotions")) == (1, 0)
 
 
+def test_an_engine_that_has_left_meanwhile_gets_its_rows_back(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load waits for its turn at the disk, which did not have the load when the engine connected."""
+    one, two = owner_of_blocks(service, stores=True), engine_of(service)
+    (space,) = service._namespaces.values()
+    disk = space.tiers["local"]
+    monkeypatch.setattr(disk, "_pump_loads", lambda: None)
+    with halves(monkeypatch, taking_all(one)):
+        two.manager.match_prefix([key_of(0)], two.request())
+        two.manager.on_schedule_end()
+        assert until(lambda: bool(disk._loads))
+    connections = len(service._peers)
+    MADE.remove(two)
+    two.close()
+    assert not disk._loads
+    assert until(lambda: len(service._peers) < connections - 1)
+
+
 @pytest.mark.parametrize("guard", ["word", "digest"])
 def test_either_guard_alone_keeps_a_changed_row_out(
     service: MachineService, monkeypatch: pytest.MonkeyPatch, guard: str
