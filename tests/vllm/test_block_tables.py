@@ -163,8 +163,8 @@ def test_every_block_that_vllm_takes_for_filled_is_loaded(name: str, per_chunk: 
         blocks = kept.blocks(FakeBlocks(own.get_block_ids("r1")))
         tables = blocks.get_block_ids()
         scheduler.update_state_after_alloc(request, blocks, tokens)
-        waited, _, within = scheduler.loads.take()
-        ((_, (_, destination)),) = (waited if waits else within).values()
+        waiting, _, within = scheduler.loads.take()
+        ((_, (_, destination)),) = (waiting if waits else within).values()
         assert isinstance(destination, GPULoadStoreSpec)
         filled = set(destination.block_ids.tolist())
         for table, size in zip(tables, sizes, strict=True):
