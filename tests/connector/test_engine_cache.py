@@ -35,7 +35,7 @@ TARGET = 2
 
 
 class Bench:
-    """A connector beside an engine's pool of 16 blocks or more, in which steps compute ``step`` blocks at most."""
+    """A connector beside an engine's pool of GPU blocks; ``step`` is the most that a step computes."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def test_the_blocks_of_small_steps_are_stored_together_and_two_steps_before_they
 
 
 def test_in_a_small_pool_too_the_blocks_of_small_steps_are_stored_together() -> None:
-    """Two steps use up a quarter of the pool, which is more than the walk looks at in a large one."""
+    """Two steps use up a quarter of the pool here, more than the walk's part of a large one."""
     bench, request = Bench(blocks=255, step=32, rows=300), prompt(192)
     bench.run(request, blocks=192)
     bench.end(request)

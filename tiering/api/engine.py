@@ -268,7 +268,7 @@ class CanonicalKVCaches:
 
 
 POOL_PART = 8
-"""Quotient of all GPU blocks and those that the walk of an exclusive tier looks at, from two to four steps' need."""
+"""Quotient of all GPU blocks and those that the walk looks at, between two and four steps' need."""
 
 SPARE_PART = 32
 """Quotient of all GPU blocks and those beyond two steps' need that it looks at in a small pool.

@@ -302,7 +302,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             self._table.marks.hold(np.fromiter(found, np.int64, len(found)))
 
     def held_of(self, keys: Sequence[OffloadKey], rows: Rows) -> list[OffloadKey]:
-        """Return those of ``keys`` whose ``rows`` are evicted before others, because the engine's cache has them."""
+        """Return those of ``keys`` whose ``rows`` go first, because the engine's cache has them."""
         victims = self._table.marks.first_victims
         return [] if victims is None else list(compress(keys, victims.are_marked(rows).tolist()))
 
