@@ -34,7 +34,8 @@ from tiering.errors import ConfigError, RegionError
 from tiering.machine.options import PEERS_TYPE
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.primary.memory.prefault import Share
-from tiering.primary.memory.region import RegionSide, SharedRegion, row_stride
+from tiering.primary.memory.region import SharedRegion, row_stride
+from tiering.primary.memory.side import RegionSide
 
 logger = logging.getLogger("kv_tiering.stack")
 

@@ -91,5 +91,7 @@ from tiering.secondary.options import SlotOptions as SlotOptions
 from tiering.secondary.options import TierOptions as TierOptions
 from tiering.secondary.options import Transfers as Transfers
 from tiering.secondary.options import TtlOptions as TtlOptions
+from tiering.secondary.speeds import Speeds as Speeds
+from tiering.secondary.speeds import TierSpeeds as TierSpeeds
 from tiering.secondary.tier_stats import TierStats as TierStats
 from tiering.table.disposal import Table as Table

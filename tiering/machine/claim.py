@@ -26,8 +26,9 @@ from tiering.machine.messages import MAX_MESSAGE, Kind, Record, messages, pack, 
 from tiering.machine.options import MachineOptions
 from tiering.machine.rows import check_rows
 from tiering.primary.memory.prefault import advise
-from tiering.primary.memory.region import RegionSide, SharedRegion, row_stride
+from tiering.primary.memory.region import SharedRegion, row_stride
 from tiering.primary.memory.room import check_room
+from tiering.primary.memory.side import RegionSide
 
 _log = logging.getLogger("kv_tiering.machine")
 

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,23 +148,6 @@ def _release(fd: int, path: Path | None, owner: int) -> None:
         unlock(fd, 0, 0)
         _unlink_if_unheld(fd, path)
     os.close(fd)
-
-
-class RegionSide(NamedTuple):
-    """One side of a region; see :meth:`SharedRegion.open_shared`."""
-
-    sides: int = 1
-    """Number of processes, or parts of one, that map the region; default 1."""
-    mark: bytes | None = None
-    """Bytes that this side shows to the others; default: none."""
-    share: Share | None = None
-    """The pages that this side populates; default: all."""
-    in_background: bool = False
-    """True to populate a large region beside the start; default False."""
-
-
-ONLY_SIDE = RegionSide()
-"""Side of a region that one process maps alone."""
 
 
 class SharedRegion:
