@@ -212,7 +212,7 @@ def test_models_whose_blocks_the_engine_copies_or_fills_early_wait(
 def test_requests_with_an_adapter_wait() -> None:
     request = prompt(18)
     scheduler, _ = scheduler_with(request)
-    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
     state = scheduler.states["r1"]
     assert scheduler.loads.step_loads.fits(state, 0, 16)
     state.variant = Variant()
@@ -228,6 +228,18 @@ def test_blocks_of_one_group_that_the_search_of_another_dropped_are_waited_for()
     state = scheduler.states["r1"]
     manager.drop(request.key(0))
     assert not scheduler.loads.step_loads.fits(state, 0, 16)
+
+
+def test_a_hit_that_needs_no_block_is_no_load() -> None:
+    """At the border of a chunk, no token of the model is read any more; an engine without a prefix cache asks there."""
+    chunks = KVCacheGroup(("b",), 4, 8, "chunked_local_attention")
+    scheduler = Scheduler(FakeSpec(EngineConfig((4,), 4, (chunks,), loads_within_step=True)))
+    request = prompt(18)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
+    assert scheduler.update_state_after_alloc(request, FakeBlocks(([0, 0, 0, 0],)), 16) == 16
+    meta = idle_step(scheduler)
+    assert not meta.loads_within_step
+    assert meta.failed_loads == {"r1": []}, "the workers report the request as received"
 
 
 def test_a_block_that_is_lost_ends_the_engine_rather_than_be_computed_with() -> None:

@@ -69,7 +69,7 @@ class StepLoads:
         """Return True if a hit is to be loaded within the step.
 
         At least one token must be left to compute. An adapter may turn out to be another one while the step runs, so
-        that its loads may fail.
+        that its loads may fail. A hit that needs no block, at the border of a chunk, has nothing to load.
 
         Args:
             state: the request.
@@ -83,7 +83,7 @@ class StepLoads:
             return False  # without a look at its keys
         needed = [keys for keys in self._search.needed(state.keys, computed, end) if keys]
         blocks = self._planned + sum(map(len, needed))
-        if blocks > self._budget and not self._is_probe(blocks):
+        if not needed or (blocks > self._budget and not self._is_probe(blocks)):
             return False
         # The search of one group may have had blocks of another evicted.
         match = self._manager.match_prefix
