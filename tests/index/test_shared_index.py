@@ -255,9 +255,17 @@ def test_open_questions_are_bounded() -> None:
     index = make_index()
     keys = keys_of(*range(MAX_PROBES + 1))
     for key in keys[:-1]:
-        assert index.lookup_prefix([key], NOW).undecided
-    assert index.lookup_prefix(keys[-1:], NOW) == PrefixAnswer(0, False)
+        assert index.lookup_prefix([key, *K], NOW).undecided
+    assert index.lookup_prefix([*keys[-1:], *K], NOW) == PrefixAnswer(0, False)
     assert len(index.take_probes(NOW)) == MAX_PROBES
+
+
+def test_questions_about_single_blocks_leave_half_of_the_open_ones_to_chains() -> None:
+    """One search may ask about 64 blocks at once, and 16 such requests come in a burst."""
+    index = make_index()
+    answers = [index.lookup_prefix([key], NOW).undecided for key in keys_of(*range(MAX_PROBES))]
+    assert sum(answers) == MAX_PROBES // 2
+    assert index.lookup_prefix(K, NOW).undecided
 
 
 def test_nothing_of_before_is_known_after_clear_and_late_answers_are_ignored() -> None:

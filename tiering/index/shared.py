@@ -31,7 +31,10 @@ MAX_ENTRIES = 1 << 20
 """Maximum number of entries in each of the two tables, present and absent."""
 
 MAX_PROBES = 1024
-"""Maximum number of open probes; beyond it, an unknown key is a miss."""
+"""Maximum number of open probes; beyond it, an unknown key is a miss.
+
+Lookups of one block may take half of them: a search may ask about many single blocks at once.
+"""
 
 MAX_REFUSED = 1 << 16
 """Maximum number of corrupt blocks that are remembered; beyond it, the oldest is forgotten."""
@@ -170,7 +173,8 @@ class SharedIndex(TierIndex):
                 probe.undecided_until = _MISSED
                 held += self._take_progress(probe, keys[held:], now)
             return PrefixAnswer(held, False)
-        if len(self._asked) >= MAX_PROBES or self.place_of(first) in self._writing:
+        most = MAX_PROBES if len(keys) > 1 else MAX_PROBES // 2
+        if len(self._asked) >= most or self.place_of(first) in self._writing:
             return PrefixAnswer(held, False)
         wait = self._lookup_deadline + (len(keys) - held) * self._wait_per_block
         until = now + min(wait, self._longest_wait)
