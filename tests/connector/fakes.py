@@ -174,7 +174,7 @@ class FakeManager(OffloadingManager):
         self.feeds_tiers = False
         """True if blocks are stored as they are computed although the CPU tier is exclusive."""
         self.shown: list[Callable[[Sequence[OffloadKey]], Sequence[bool]] | None] = []
-        self.held: list[list[OffloadKey]] = []
+        self.engine_held: list[list[OffloadKey]] = []
         self.dropped: list[list[OffloadKey]] = []
         self.leaving: list[list[OffloadKey]] = []
         self.wanted: list[OffloadKey] = []
@@ -210,6 +210,13 @@ class FakeManager(OffloadingManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
         self.looked_at.append(list(keys))
         return [self.lookup(key, req_context) for key in keys]
+
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        self.looked_at.append(list(keys))
+        for hits, key in enumerate(keys):
+            if key in self.undecided or key not in self.rows:
+                return PrefixMatch(hits, key in self.undecided)
+        return PrefixMatch(len(keys), False)
 
     def still_pending(self, req_context: ReqContext) -> bool:
         return self.unchanged
@@ -280,7 +287,7 @@ class FakeManager(OffloadingManager):
         return self.feeds_tiers or not self.exclusive
 
     def engine_holds(self, keys: Sequence[OffloadKey]) -> None:
-        self.held.append(list(keys))
+        self.engine_held.append(list(keys))
 
     def engine_dropped(self, keys: Sequence[OffloadKey]) -> int:
         self.dropped.append(list(keys))

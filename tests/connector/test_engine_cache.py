@@ -197,9 +197,9 @@ def test_computed_blocks_with_a_row_are_first_victims_once_their_step_was_proces
     bench, request = Bench(), prompt(2)
     bench.run(request)
     bench.steps(STEPS_IN_FLIGHT)
-    assert bench.manager.held == []
+    assert bench.manager.engine_held == []
     bench.steps()
-    assert bench.manager.held == [request.keys()]
+    assert bench.manager.engine_held == [request.keys()]
 
 
 def test_a_block_that_is_used_up_before_the_walk_has_met_it_is_a_counted_loss() -> None:
@@ -344,9 +344,9 @@ def test_loaded_rows_are_first_victims_when_all_ranks_have_loaded() -> None:
     bench, request = Bench(world_size=2), prompt(2)
     job = load(bench, request)
     bench.scheduler.update_connector_output(finished(job))
-    assert bench.manager.held == []
+    assert bench.manager.engine_held == []
     bench.scheduler.update_connector_output(finished(job))
-    assert bench.manager.held == [request.keys()]
+    assert bench.manager.engine_held == [request.keys()]
     assert bench.notes == set(request.keys())
 
 
@@ -359,14 +359,14 @@ def test_a_load_without_success_changes_nothing(end: str) -> None:
     if end == "reset":
         bench.scheduler.reset_cache()
     bench.scheduler.update_connector_output(finished(job, failed=[job] if end == "failed" else ()))
-    assert bench.manager.held == []
+    assert bench.manager.engine_held == []
     assert bench.notes == set()
 
 
 def test_a_request_that_must_not_store_changes_no_rank_when_it_loads() -> None:
     bench, request = Bench(), prompt(2, store=False)
     bench.scheduler.update_connector_output(finished(load(bench, request)))
-    assert bench.manager.held == []
+    assert bench.manager.engine_held == []
     assert bench.notes == set()
 
 
@@ -541,7 +541,7 @@ def test_without_a_cache_to_look_at_the_tier_is_inclusive(case: str, caplog: pyt
             request = prompt(4, name, first=len(name) + ord(name[-1]))
             assert run_prompt(scheduler, request, [1, 2, 3, 4]).reqs_to_store
     assert [holds is None for holds in manager.shown] == [case != "inclusive"]
-    assert manager.held == manager.leaving == manager.dropped == []
+    assert manager.engine_held == manager.leaving == manager.dropped == []
 
 
 def test_a_quiet_step_costs_an_inclusive_tier_nothing_and_an_exclusive_one_a_few_calls() -> None:

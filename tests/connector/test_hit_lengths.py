@@ -29,6 +29,9 @@ class Held(set[OffloadKey]):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool]:
         return [key in self for key in keys]
 
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        return self.match_prefix(keys, req_context)
+
 
 def group(kind: str, size: int, window: int | None = None, retained: int = 0) -> KVCacheGroup:
     return KVCacheGroup(("layer",), size, window, kind, retained_tokens=retained)

@@ -248,6 +248,26 @@ def test_random_windows_are_found_as_by_trying_each_end() -> None:
         assert HitSearch(groups, manager).longest(keys, 0, 400, ReqContext("r1")).tokens == expected * 4, seed
 
 
+@pytest.mark.parametrize(("windows", "tokens", "loaded"), [((), 0, 0), ((18, 20), 80, 22), ((98, 100), 400, 102)])
+def test_full_attention_is_promoted_as_far_as_the_windows_leave_a_hit(
+    windows: tuple[int, ...], tokens: int, loaded: int
+) -> None:
+    """Behind that end, the blocks would be read in vain, and the request would wait for them."""
+    request = prompt(400)
+    tier = FakeTier(held={*request.keys(0), *request.keys(1)[slice(*windows) if windows else slice(0)]})
+    rig = ManagerRig(512, [tier])
+    search = HitSearch(build_groups(FakeSpec(engine_of(PAIR, 0))), rig.manager)
+    keys, waits = [request.keys(0), request.keys(1)], 0
+    while (hit := search.longest(keys, 0, 400, rig.ctx)).pending:
+        waits += 1
+        rig.step()
+        tier.finish_all()
+        rig.step()
+    assert hit == (tokens, False, 0 if tokens == 400 else 400)
+    assert waits == bool(tokens)
+    assert len(rig.primary.readable.known([*keys[0], *keys[1]])) == loaded
+
+
 class SlowToAnswer(FakeTier):
     """A tier that decides about a block after it was asked once, as one over a network does."""
 

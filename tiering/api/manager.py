@@ -167,6 +167,19 @@ class OffloadingManager(ABC):
         """
         return [None] * len(keys)
 
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        """Return how many leading ``keys`` any tier holds or has in flight, without promoting them.
+
+        The answer is pending while a tier has not decided yet; the caller asks again after the end of a step. A block
+        that is held may be evicted before it is loaded, or turn out to be damaged then. Managers that cannot look
+        without promoting may leave the answer pending (the default).
+
+        Args:
+            keys: keys of consecutive blocks.
+            req_context: the request that asks.
+        """
+        return PrefixMatch(0, True)
+
     def still_pending(self, req_context: ReqContext) -> bool:
         """Return True if the last lookup of a request was pending, and the same lookup would be pending now.
 

@@ -32,6 +32,9 @@ class PrefixLookup(Protocol):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[bool | None]:
         """Look up blocks; see :meth:`tiering.api.manager.OffloadingManager.lookup_each`."""
 
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        """Look at a prefix; see :meth:`tiering.api.manager.OffloadingManager.held`."""
+
 
 class Hit(NamedTuple):
     """Result of a search."""
@@ -151,6 +154,7 @@ class HitSearch:
         self.ends = HitEnds(groups, has_scratch)
         """The positions where hits may end."""
         self._windows = [group for group in groups if group.window_blocks and not group.is_state]
+        self._is_sparse = any(group.kept_every is not None for group in groups)
         self._states = [group for group in groups if group.is_state]
         self._least = min(group.offloaded_block_size for group in groups)
         self.tokens_to_leave = max(int(has_scratch), *map(self._recomputes_across_a_border, groups))
@@ -191,6 +195,8 @@ class HitSearch:
         full-attention groups, as a prefix from the block of the first uncomputed token, and the windows from the right.
         A block that is missing in a window moves the end to the start of that block, and all windows are probed again.
         The states are probed again at a shorter end. No probe can start a promotion for a hit of less than one block.
+        Windows that are stored sparsely often end a hit far before full attention does: then full attention is looked
+        at first, and is promoted up to the end that the windows leave.
 
         Args:
             keys: keys of the request's blocks, by group.
@@ -237,7 +243,14 @@ class HitSearch:
 
     def _attended(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext) -> Hit:
         """Return the longest usable prefix of at most ``end`` tokens, without regard to states."""
-        pending = False
+        pending, parted_at = False, 0
+        if self._is_sparse:
+            left, waits = self._left_by_windows(keys, computed, end, ctx)
+            if waits:
+                return left
+            if left.tokens - computed < self._least:
+                return Hit(computed, False, left.parted_at)
+            end, parted_at = left.tokens, left.parted_at
         for group in self._full:
             if end - computed < self._least:
                 return Hit(computed, False)
@@ -253,15 +266,40 @@ class HitSearch:
                     return Hit(computed, answer.pending)
         if end - computed < self._least:
             return Hit(computed, False)
-        return self._windows_end(keys, computed, end, pending, ctx) if self._windows else Hit(end, pending)
+        if not self._windows:
+            return Hit(end, pending)
+        hit, _ = self._windows_end(keys, computed, end, pending, ctx)
+        return Hit(hit.tokens, hit.pending, parted_at or hit.parted_at)
+
+    def _left_by_windows(
+        self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext
+    ) -> tuple[Hit, bool]:
+        """Return the longest prefix that the windows leave of held full attention, and True if it may change.
+
+        Full attention is not promoted. While a tier is undecided about it, nothing is left out.
+        """
+        attended = end
+        for group in self._full:
+            size = group.offloaded_block_size
+            first = computed // size
+            wanted = keys[group.group_idx][first : -(-attended // size) + group.lookahead_blocks]
+            answer = self._held.held(wanted, ctx)
+            if answer.pending:
+                return Hit(end, False), False
+            if answer.hits < len(wanted):
+                attended = min(attended, self.ends.aligned((first + answer.hits - group.lookahead_blocks) * size))
+        if attended - computed < self._least:
+            return Hit(computed, False), False
+        return self._windows_end(keys, computed, attended, False, ctx)
 
     def _windows_end(
         self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext
-    ) -> Hit:
-        agreed, turn, probes, attended = 0, 0, self._most_probes, end
+    ) -> tuple[Hit, bool]:
+        """Return the longest prefix of ``end`` tokens that the windows leave, and True if a window is undecided."""
+        agreed, turn, probes, attended, undecided = 0, 0, self._most_probes, end, False
         while agreed < len(self._windows):
             if end - computed < self._least or not probes:
-                return Hit(computed, pending, attended)
+                return Hit(computed, pending, attended), False
             group = self._windows[turn % len(self._windows)]
             turn += 1
             size = group.offloaded_block_size
@@ -272,6 +310,7 @@ class HitSearch:
             if answer.hits == len(wanted):
                 agreed += 1
             elif answer.pending:
+                undecided = True
                 break
             else:
                 held_to = (first + answer.hits - group.lookahead_blocks) * size
@@ -281,7 +320,7 @@ class HitSearch:
                 if not answer.hits and group.kind is GroupKind.WINDOW and end > computed:
                     end = self._before_gap(group, keys[group.group_idx], computed, end, ctx)
                 agreed, probes = 0, probes - 1
-        return Hit(end, pending, attended if end < attended else 0)
+        return Hit(end, pending, attended if end < attended else 0), undecided
 
     def _before_gap(
         self, group: OffloadGroup, keys: Sequence[OffloadKey], computed: int, end: int, ctx: ReqContext

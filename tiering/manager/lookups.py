@@ -76,11 +76,6 @@ class ManagerLookups(ManagerParts):
         return match
 
     def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
-        """Return how many leading ``keys`` any tier holds, without promoting them.
-
-        The answer is pending while a tier has not decided yet; the caller asks again after the end of a step. A block
-        that is held may be evicted before it is loaded, or turn out to be damaged then.
-        """
         self._enter()
         if not self._jobs.collected:
             self._jobs.collect()

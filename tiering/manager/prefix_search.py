@@ -187,7 +187,7 @@ class PrefixSearch:
         position = 0
         while position < len(keys):
             rest, undecided = keys[position:], False
-            found = self._readable.leading(rest) or int(rest[0] in self._pending)
+            found = self._readable.leading(rest) or len(list(takewhile(self._pending.__contains__, rest)))
             for state in () if found else request.tiers:
                 if state.in_service and state.loads:
                     held, open_end = self._ask(state, PREFIX, state.tier.lookup_prefix, rest, request.ctx) or (0, False)

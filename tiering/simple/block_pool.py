@@ -172,6 +172,10 @@ class CPUBlockPool:
         """Return for each of ``keys`` whether it can be found."""
         return list(map(self.cached.__contains__, keys))
 
+    def held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixMatch:
+        """Return the number of leading ``keys`` that can be found."""
+        return self.match_prefix(keys, req_context)
+
     def still_pending(self, req_context: ReqContext) -> bool:
         """Return False: every lookup is decided at once."""
         return False
