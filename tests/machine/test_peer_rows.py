@@ -26,6 +26,7 @@ from tiering.machine.peer_rows import PeerRows, Source
 from tiering.machine.service import MachineService
 from tiering.secondary.contract import TierContext
 from tiering.spec import _explaining
+from tiering.table.kept_rows import Keeping
 from tiering.testing.clock import until
 from tiering.testing.fake_tier import FakeTier
 
@@ -190,6 +191,7 @@ def test_a_row_that_is_taken_in_mid_copy_is_a_miss(service: MachineService, monk
 def test_a_row_that_is_taken_in_mid_copy_is_read_from_the_disk_in_the_same_job(
     service: MachineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tiering.machine.regions.LOOK_SECONDS", 1e9)  # a look would let the next loads go to the disk
     one, two = owner_of_blocks(service, stores=True), engine_of(service)
     with halves(monkeypatch, taking_all(one)):
         assert two.load(BLOCKS) == (BLOCKS, [])
@@ -417,6 +419,23 @@ def test_the_row_that_was_copied_is_the_next_victim_unless_a_hint_keeps_it(servi
     one.store([40])
     left = [number for number in (6, 7) if key_of(number) in one.manager.primary_tier.readable]
     assert left in ([[6]] if kept else [[6], [7]])
+
+
+def test_the_cost_of_copied_blocks_does_not_depend_on_the_hints_that_keep_some(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = owner_of_blocks(service)
+    one.manager.primary_tier.keep(KeptBlocks([key_of(6)], 60.0, 1.0), lambda: 0.0)
+    looks: list[int] = []
+    are_kept = Keeping.are_kept
+
+    def counted(self: Keeping, rows: Any) -> Any:
+        looks.append(len(rows))
+        return are_kept(self, rows)
+
+    monkeypatch.setattr(Keeping, "are_kept", counted)
+    one.manager.primary_tier.keeper._let_go([key_of(number) for number in range(20)])
+    assert looks == [len(BLOCKS)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the words

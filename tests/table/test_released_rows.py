@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.table.test_first_victims import KEYS, evicted, filled, mark, rows
+from tiering.api.hints import KeptBlocks
 from tiering.table.block_table import BlockTable
 
 
@@ -18,6 +19,15 @@ def test_released_blocks_go_before_all_others_the_last_one_first(policy: str) ->
     assert table.release([KEYS[3], KEYS[30], KEYS[5]]) == 2
     assert evicted(table, KEYS[10], KEYS[11], KEYS[12]) == [KEYS[5], KEYS[3], KEYS[0]]
     assert table.evictable == 3
+
+
+def test_a_release_may_leave_kept_blocks_alone() -> None:
+    table = table_of(6)
+    table.keep(KeptBlocks([KEYS[3]], 60.0, 1.0), lambda: 0.0)
+    assert table.release([KEYS[3], KEYS[30], KEYS[5]], kept=False) == 1
+    assert evicted(table, KEYS[10], KEYS[11]) == [KEYS[5], KEYS[0]]
+    assert table.release([KEYS[3]]) == 1
+    assert evicted(table, KEYS[12]) == [KEYS[3]]
 
 
 def test_released_blocks_go_first_in_an_eviction_ahead_of_need() -> None:

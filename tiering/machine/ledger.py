@@ -136,11 +136,8 @@ class RowLedger:
 
     def _let_go(self, keys: Sequence[OffloadKey]) -> None:
         """Evict blocks first that another engine has copied, until they are used again; hints keep theirs."""
-        readable, kept = self._primary.readable, self._primary.count_kept
-        rows = {key: row for key in keys if (row := readable.get(key)) is not None}
-        if kept(np.fromiter(rows.values(), np.int64, len(rows))):
-            rows = {key: row for key, row in rows.items() if not kept(np.array([row]))}
-        self._primary.release(list(rows))
+        readable = self._primary.readable
+        self._primary.release([key for key in keys if key in readable], kept=False)
 
     def _inherit(self, record: Record) -> None:
         """Make those blocks readable whose rows have not been used since their verification."""

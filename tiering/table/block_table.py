@@ -168,15 +168,21 @@ class BlockTable:
             rows = self._keep_first_rows(keys, rows)
         return rows, evicted
 
-    def release(self, keys: Sequence[bytes]) -> int:
+    def release(self, keys: Sequence[bytes], *, kept: bool = True) -> int:
         """Let the blocks of ``keys`` be evicted first, the last one before all, until they are used again.
 
         Unknown keys are ignored. A block that is being written goes first as soon as it is readable.
 
+        Args:
+            keys: the keys.
+            kept: False to leave the blocks alone that are kept (:meth:`keep`); default True.
+
         Returns:
-            The number of known keys.
+            The number of released blocks.
         """
         rows = self._known_rows(keys)
+        if not kept:
+            rows = self.marks.unkept(rows)
         if len(rows):
             self.marks.release(rows)
         return len(rows)

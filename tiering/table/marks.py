@@ -196,6 +196,10 @@ class RowMarks:
                 marked.discard(rows)
         return self.keeping.keep(rows, kept)
 
+    def unkept(self, rows: Rows) -> Rows:
+        """Return those of ``rows`` that are not kept now."""
+        return rows if self.keeping is None else rows[~self.keeping.are_kept(rows)]
+
     def count_kept(self, rows: Rows) -> int:
         """Return how many of ``rows`` are kept now."""
         return 0 if self.keeping is None else int(np.count_nonzero(self.keeping.are_kept(rows)))
