@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError, TieringError
 from tiering.machine.link import ServiceSocket, greet
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
+from tiering.machine.peers import MOST_BEHIND
 from tiering.machine.service import IDLE_SECONDS, MachineService
 from tiering.machine.words import Greeting
 from tiering.primary.memory.region import SharedRegion
@@ -291,6 +293,28 @@ def test_noise_ends_its_connection_and_nothing_else(
 
 
 # ---------------------------------------------------------------------------------------------------- rows in use
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_nothing_is_read_from_an_engine_that_does_not_read_its_answers(
+    service: MachineService, raw: Callable[..., Raw], reads: bool
+) -> None:
+    engine, sent, found = raw(), 0, 0
+    (peer,) = service._peers.values()
+    connection = engine.connection
+    connection.socket.settimeout(0.5)
+    with suppress(TimeoutError):
+        for _ in range(100):
+            engine.send(*[Record(Kind.LOOKUP, 1, keys=[key_of(1)])] * 500)
+            sent += 500
+    assert len(peer.out) <= MOST_BEHIND + 500
+    connection.socket.settimeout(30.0)
+    while reads and found < sent:
+        records = read(connection.socket.recv(MAX_MESSAGE + 1), connection.received)
+        connection.received += 1
+        found += sum(record.kind == Kind.ANSWER for record in records)
+    engine.close()
+    assert until(lambda: not service._peers, 30.0)
 
 
 def test_the_service_keeps_rows_until_the_io_has_ended(path: Path) -> None:

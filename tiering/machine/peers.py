@@ -60,6 +60,11 @@ class Peer:
     def behind(self) -> bool:
         return len(self.out) > MOST_BEHIND
 
+    @property
+    def paused(self) -> bool:
+        """True while nothing is read from an engine that does not read itself: its answers would pile up."""
+        return self.behind and not self.starved
+
     def add_counts(self, to: dict[EngineOfTier, EngineCounts]) -> None:
         """Add the counts to those of all connections of the same engine and tier."""
         if self.hosted is None or self.space is None:

@@ -276,8 +276,8 @@ class MachineService:
             self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._died(peer))
 
     def _watch(self, peer: Peer) -> None:
-        """Wait for room in the socket while something is to be sent."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out and not peer.starved else 0)
+        """Wait for messages, and for room in the socket while something is to be sent."""
+        wanted = selectors.EVENT_READ * (not peer.paused) | selectors.EVENT_WRITE * bool(peer.out and not peer.starved)
         key = self._selector.get_key(peer.socket)
         if key.events != wanted:
             self._selector.modify(peer.socket, wanted, key.data)
@@ -290,7 +290,7 @@ class MachineService:
 
     def _receive(self, peer: Peer) -> None:
         for _ in range(MESSAGES_PER_TURN):
-            if peer.leaving:
+            if peer.leaving or peer.paused:
                 return
             try:
                 message, fds, _, _ = socket.recv_fds(peer.socket, MAX_MESSAGE + 1, _MOST_FDS, socket.MSG_DONTWAIT)
