@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,7 @@ class Rig:
         windows: Sequence[int | None] = (None,),
         tenant_key: bytes | None = None,
         capacity: int = 100,
+        retention_interval: int | None = None,
         **tier: Any,
     ) -> None:
         self.clock = FakeClock()
@@ -72,6 +73,7 @@ class Rig:
         self.manager = TieringOffloadingManager(primary, [self.tier], enable_events=True, clock=self.clock)
         self.manager.keep_unstored()
         spec = make_spec(*windows)
+        spec.engine = replace(spec.engine, retention_interval=retention_interval)
         spec.manager = self.manager  # type: ignore[assignment]
         spec.explaining = MissExplaining(
             {"cpu": rows, "local": capacity}, blocks=4096, socket=directory / "why.sock", block_bytes=10
@@ -415,6 +417,22 @@ def test_a_window_block_that_is_missing_leaves_the_others_in_vain(tmp_path: Path
         one.tier.remove(list(one.tier.held), evicted=True)
         one.manager.primary_tier.drop([key for key in request.keys(1) if key in one.manager.primary_tier.readable])
         assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "cpu", Reason.GAP)
+
+
+def test_full_attention_that_sparse_windows_leave_no_hit_for_is_behind_a_gap(tmp_path: Path) -> None:
+    """The slower tier holds it, and it is not promoted in vain."""
+    with rig(tmp_path, windows=(None, 4), retention_interval=0) as one:
+        one.run(range(34), "a")
+        one.evict("cpu")
+        parted = [*range(18), *range(100, 116)]
+        assert one.causes(parted, "b") == [
+            (0, 16, MissCause.UNSERVED, "local", Reason.GAP),
+            (16, 32, MissCause.DIVERGED, "", NONE),
+            (32, 34, MissCause.REMAINDER, "", NONE),
+        ]
+        assert not one.tier.calls("submit_load")
+        one.evict("cpu")
+        assert one.causes([*range(18), *range(200, 216)], "c")[0] == (16, 32, MissCause.DIVERGED, "", NONE)
 
 
 def test_the_answer_of_a_prompt_is_known_once_its_request_has_ended(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ class LookupOutcome(NamedTuple):
     """Names of the tiers from which loads take longer than computing; default: none."""
     control: str = ""
     """Name of the tier that was not asked for the request, to measure what its loads save; default: none."""
+    cut: bool = False
+    """True if the windows of other KV-cache groups leave no hit that needs the block."""
 
 
 class Unstored(NamedTuple):

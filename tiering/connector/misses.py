@@ -106,6 +106,8 @@ class Misses:
         if first + len(missed) < coverable:  # the blocks of an adapter that is not known have no keys
             allowed = min(allowed, (first + len(missed)) * size)
         outcome = self._manager.lookup_outcome(missed[0], state.ctx) if missed else None
+        if outcome is not None and state.parted_at > state.filled_tokens:
+            outcome = outcome._replace(cut=True)
         tokens = _prompt(state)
         self.explainer.missed(
             Missed(state.ctx.req_id, prompt, state.filled_tokens, allowed, coverable * size, missed, outcome, tokens)

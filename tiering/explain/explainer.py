@@ -422,6 +422,8 @@ class Explainer:
             return Reason.CONTROL
         if tier in outcome.gated:
             return Reason.GATED
+        if outcome.cut:
+            return Reason.GAP
         return Reason.SHORT if length < least else Reason.UNAVAILABLE
 
     def _span(self, code: int, records: Records, start: int, end: int, offset: int) -> Span:
