@@ -90,7 +90,7 @@ def parting(at: int, tokens: int, name: str) -> FakeRequest:
 
 @pytest.mark.parametrize(
     ("tokens", "held"),
-    [(41, [8, 9]), (43, [8, 9]), (40, [7, 8, 9]), (39, [7, 8]), (12, [0, 1, 2]), (4, [0]), (3, [])],
+    [(41, [7, 8, 9]), (43, [7, 8, 9]), (40, [6, 7, 8, 9]), (39, [6, 7, 8]), (12, [0, 1, 2]), (4, [0]), (3, [])],
 )
 def test_a_prompt_keeps_the_window_before_its_end_for_itself_and_for_its_next_turn(
     tokens: int, held: list[int]
@@ -103,19 +103,32 @@ def test_a_prompt_keeps_the_window_before_its_end_for_itself_and_for_its_next_tu
     assert rig.hit(prompt(tokens, "r3")) >= (tokens - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("kept", [43, 41, 39, 37])
+def test_the_next_turn_has_a_hit_where_its_template_leaves_out_the_last_tokens_of_the_prompt(kept: int) -> None:
+    rig = Rig()
+    rig.run(prompt(43))
+    assert rig.hit(parting(kept, 90, "r2")) == kept - kept % 4
+
+
 def test_chunks_of_a_prompt_keep_no_window_before_its_end() -> None:
     rig = Rig()
     rig.run(request := prompt(43), tokens=20)
     assert rig.held(request) == []
     rig.end(go_on(rig.scheduler, request, 14))
-    assert rig.held(request) == []
+    assert rig.held(request) == [7]
     rig.end(go_on(rig.scheduler, request, 9))
-    assert rig.held(request) == [8, 9]
+    assert rig.held(request) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
     ("interval", "held"),
-    [(None, list(range(10))), (0, [8, 9]), (16, [2, 3, 6, 7, 8, 9]), (13, [2, 3, 6, 7, 8, 9]), (8, list(range(10)))],
+    [
+        (None, list(range(10))),
+        (0, [7, 8, 9]),
+        (16, [2, 3, 6, 7, 8, 9]),
+        (13, [2, 3, 6, 7, 8, 9]),
+        (8, list(range(10))),
+    ],
     ids=["dense", "ends of prompts", "every 16", "rounded up to 16", "no longer than the window"],
 )
 def test_windows_are_kept_at_the_interval_too(interval: int | None, held: list[int]) -> None:
@@ -130,7 +143,7 @@ def test_where_prompts_part_the_second_keeps_the_window_for_the_third() -> None:
     rig = Rig()
     rig.run(prompt(60))
     rig.run(second := parting(30, 60, "r2"))
-    assert rig.held(second) == [5, 6, 12, 13, 14]
+    assert rig.held(second) == [5, 6, 11, 12, 13, 14]
     assert rig.hit(parting(30, 60, "r3")) == 28
     dense = Rig(interval=None)
     dense.run(prompt(60))
@@ -142,7 +155,7 @@ def test_where_the_engine_saw_prompts_part_the_window_is_kept() -> None:
     request = prompt(60)
     request.shared_prefix_boundary = 28  # type: ignore[attr-defined]
     rig.run(request)
-    assert rig.held(request) == [5, 6, 12, 13, 14]
+    assert rig.held(request) == [5, 6, 11, 12, 13, 14]
 
 
 def test_where_a_hit_ended_the_window_is_stored_again_if_it_was_evicted_meanwhile() -> None:
@@ -151,7 +164,7 @@ def test_where_a_hit_ended_the_window_is_stored_again_if_it_was_evicted_meanwhil
     rig.scheduler.request_finished(first, [])
     longer = prompt(82, "r2")
     rig.run(longer, hit=40)
-    assert rig.held(longer) == [8, 9, 18, 19]
+    assert rig.held(longer) == [7, 8, 9, 17, 18, 19]
     rig.manager.drop(*longer.keys(1)[8:10])
     third = prompt(122, "r3")
     assert rig.hit(third) == 80
@@ -161,7 +174,7 @@ def test_where_a_hit_ended_the_window_is_stored_again_if_it_was_evicted_meanwhil
     rig.scheduler.update_state_after_alloc(fourth, FakeBlocks(blocks), 0)
     fourth.num_computed_tokens = 40
     rig.end(rig.scheduler.build_connector_meta(FakeSchedulerOutput().new(fourth, 42, *blocks)))
-    assert rig.held(fourth) == [8, 9, 18, 19]
+    assert rig.held(fourth) == [7, 8, 9, 17, 18, 19]
 
 
 def test_all_blocks_of_an_answer_are_stored() -> None:
@@ -171,7 +184,7 @@ def test_all_blocks_of_an_answer_are_stored() -> None:
     for token in range(42, 71):
         request.append(token)
         rig.end(go_on(rig.scheduler, request, 1, *(() if token % 4 else ([200 + token], [300 + token]))))
-    assert rig.held(request) == [8, 9, *range(10, 17)]
+    assert rig.held(request) == list(range(7, 17))
     assert rig.hit(prompt(90, "r2")) == 68
 
 
@@ -179,17 +192,17 @@ def test_the_limit_of_a_request_is_the_end_of_what_it_stores() -> None:
     rig = Rig()
     request = prompt(60, kv_transfer_params={"kv_tiering": {"max_store_tokens": 30}})
     rig.run(request)
-    assert rig.held(request) == [5, 6]
+    assert rig.held(request) == [4, 5, 6]
     assert rig.hit(prompt(60, "r2")) == 28
 
 
 def test_a_lookahead_needs_a_block_after_the_end_and_an_end_before_the_place_of_parting() -> None:
     rig = Rig(full(4), window(4, 9, is_eagle=True))
     rig.run(request := prompt(61))
-    assert rig.held(request) == [12, 13, 14]
+    assert rig.held(request) == [11, 12, 13, 14]
     assert rig.hit(prompt(100, "r2")) == 56
     rig.run(second := parting(30, 60, "r3"))
-    assert rig.held(second) == [4, 5, 6, 7, 11, 12, 13, 14]
+    assert rig.held(second) == [4, 5, 6, 7, 10, 11, 12, 13, 14]
     assert rig.hit(parting(30, 60, "r4")) == 24
 
 
@@ -212,7 +225,7 @@ def test_other_groups_store_all_that_a_hit_can_use(groups: tuple[KVCacheGroup, .
 def test_windows_of_small_blocks_keep_those_before_ends_of_large_ones() -> None:
     rig = Rig(full(16), window(4, 6))
     rig.run(request := prompt(70))
-    assert rig.held(request) == [14, 15]
+    assert rig.held(request) == [10, 11, 14, 15]
 
 
 @pytest.mark.parametrize("probes", [64, 10**9])

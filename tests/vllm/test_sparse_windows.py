@@ -77,7 +77,7 @@ class OtherWindow(Wrapped):
 
 
 @pytest.mark.parametrize(
-    ("interval", "windows"), [(None, len(PARTING[0]) // BLOCK), (0, WINDOW_BLOCKS), (128, 3 * WINDOW_BLOCKS)]
+    ("interval", "windows"), [(None, len(PARTING[0]) // BLOCK), (0, WINDOW_BLOCKS + 1), (128, 3 * WINDOW_BLOCKS + 1)]
 )
 def test_what_is_stored_of_a_prompt(gemma: Path, expected: list[Answer], interval: int | None, windows: int) -> None:
     assert WINDOW_BLOCKS * BLOCK >= WINDOW - 1

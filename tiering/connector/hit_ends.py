@@ -4,7 +4,8 @@ A hit needs the blocks of a window before its end, and no others. An engine may 
 sparsely (vLLM: ``--prefix-cache-retention-interval``); the tiers then do as well. Of a prompt, the windows are stored
 before these positions:
 
-- the last end of a hit in the prompt: the prompt itself comes again, or its conversation goes on;
+- the last two ends of hits in the prompt: the prompt itself comes again, or its conversation goes on, where a chat
+  template may leave out the last tokens (``<think>``);
 - the end of the request's own hit, and the place where it parts from a stored prompt: full attention is held up to
   there, and the window is not. The engine may have seen such a place in its own cache, too;
 - every position at the interval, if the engine has one.
@@ -77,7 +78,7 @@ class HitEnds:
         # A request for the same prompt leaves its last token to compute.
         tokens = min(state.request.num_prompt_tokens, limit) - 1
         prompt_end = self.last([tokens // other.offloaded_block_size for other in self._groups], tokens)
-        behind = group.needed_from(prompt_end) // size
+        behind = group.needed_from(self.aligned(max(0, prompt_end - 1))) // size
         if positions.start >= behind and not group.hit_ends:
             return None
         places = np.array(positions)
