@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.machine.engines import SmallEngine, content, key_of
+from tests.machine.engines import PATIENCE, SmallEngine, content, key_of
 from tests.machine.hosts import service_in_thread, stack_of
 from tests.machine.test_kept_rows import victim_process
 from tiering import ReqContext, load_stack
@@ -23,6 +24,7 @@ from tiering.machine import peer_rows
 from tiering.machine.namespaces import TierBuilder
 from tiering.machine.options import PEERS_TIER
 from tiering.machine.peer_rows import PeerRows, Source
+from tiering.machine.presence import Presence
 from tiering.machine.service import MachineService
 from tiering.secondary.contract import TierContext
 from tiering.spec import _explaining
@@ -401,6 +403,17 @@ def test_blocks_of_an_older_epoch_are_never_found(tmp_path: Path) -> None:
         one.store(BLOCKS)
         assert are_found(service, one, 8)
         assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def test_a_tier_that_was_shut_down_leaves_the_notes_to_the_next_one(service: MachineService) -> None:
+    """Rows of before may be freed long after the tiers of their namespace were opened again."""
+    owner_of_blocks(service)
+    tier, (region,) = peers_of(service), service.regions._regions
+    table = tier._notes
+    assert table is not None
+    assert tier.shutdown(time.monotonic() + PATIENCE)
+    region.empty()
+    assert Presence(table.fd).leading([key_of(0)]) == 1
 
 
 # ------------------------------------------------------------------------------------------------ the owner's evictions

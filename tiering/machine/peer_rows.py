@@ -228,6 +228,8 @@ class PeerRows(TierIntake, SecondaryTierManager):
         return True
 
     def shutdown(self, deadline: float) -> bool:
+        self._held.clear()
+        self._notes = None  # the next tier of this name has them
         self._pool.stop()
         return self._pool.join(max(0.0, deadline - self._clock()))
 
