@@ -13,6 +13,7 @@ import pytest
 from tests.machine.engines import SmallEngine, key_of
 from tests.machine.hosts import ServiceProcess, service_process
 from tiering.secondary.contract import TransferJob
+from tiering.testing.clock import until
 
 LOCAL = {"type": "local", "capacity": "16MiB"}
 
@@ -123,6 +124,24 @@ def test_a_stopped_service_costs_misses_and_its_late_results_no_bytes(
     found, wrong = one.load(range(8))
     assert not wrong
     assert len(found) >= 4
+
+
+def test_a_stopped_service_is_not_available(
+    service: ServiceProcess, engine: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.machine.link.SILENT_SECONDS", 2.0)
+    one = engine()
+
+    def flags() -> tuple[int, int]:
+        return one.stat("available"), one.stat("writable")
+
+    assert until(lambda: flags() == (1, 1))
+    os.kill(service.process.pid, signal.SIGSTOP)
+    try:
+        assert until(lambda: flags() == (0, 0))
+    finally:
+        os.kill(service.process.pid, signal.SIGCONT)
+    assert until(lambda: flags() == (1, 1))
 
 
 def test_rows_of_loads_stay_out_of_use_until_the_service_is_dead(

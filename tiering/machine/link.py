@@ -35,6 +35,9 @@ HANDSHAKE_SECONDS = 5.0
 PROOF_SECONDS = 1.0
 """Seconds within which the link finds out that a process has died."""
 
+SILENT_SECONDS = 5.0
+"""Seconds without a message after which a service counts as hanging; it reports the state of a tier every second."""
+
 MOST_QUEUED = 8 << 20
 """Bytes of messages in the queue at which no more are read: an idle engine makes no step for hours."""
 
@@ -94,8 +97,15 @@ class ServiceSocket:
         """Descriptor that is readable once the service's process is dead; -1 if there is none."""
         self.released = False
         """True once the service has bidden farewell."""
+        self.received_at = time.monotonic()
+        """Time of the last message."""
         self.presence: Presence | None = None
         """The tier's blocks; None: the service has to be asked."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Return True if the service has sent nothing for so long that it hangs or is stopped."""
+        return time.monotonic() > self.received_at + SILENT_SECONDS
 
     def send(self, message: bytes) -> bool:
         """Send a message without waiting, and return False if the socket is full."""
@@ -334,9 +344,11 @@ class Link:
         while True:
             if queued > MOST_QUEUED and self.queue and not self._stopping.is_set():
                 self._bury(select.poll(), FIRST_RETRY)
+                connection.received_at = time.monotonic()  # nothing is read until the engine makes a step
                 continue
             self._bury(poll, None)
             message = self._receive(connection)
+            connection.received_at = time.monotonic()
             queued = queued * bool(self.queue) + len(message)
             if not message:
                 break

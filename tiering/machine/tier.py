@@ -487,7 +487,9 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self.stats.queries, self.stats.lookups_late = self.stats.hits + self.stats.misses, self._index.late_lookups
         if self._host is not None:
             self.stats.io_restarts = self._host.restarts
-        return self._medium.added_to(replace(self.stats, job_latency=list(self.stats.job_latency)))
+        is_silent = self._connection is not None and self._connection.is_silent
+        flags = {"available": 0, "writable": 0} if is_silent else {}
+        return self._medium.added_to(replace(self.stats, job_latency=list(self.stats.job_latency), **flags))
 
 
 MACHINE_TIER = TierDefinition(
