@@ -210,6 +210,7 @@ def connect_simple(
         groups=groups,
         enable_prefix_caching=options.prefix_caching,
         max_batch_tokens=options.max_batch_tokens,
+        loads_within_step=options.loads_within_step,
     )
     shared_by = [
         tuple(layer_name(layer) for layer, place in cache.layer_tensor.items() if place == number)

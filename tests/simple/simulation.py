@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from examples.mini_engine.kv_cache import KVCacheManager
 from examples.mini_engine.request import Request, Status
@@ -18,12 +19,15 @@ from examples.mini_engine.scheduler import ConnectorOutput, Scheduler, Scheduler
 from examples.mini_engine.simple import MirroredPool
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.connector.step_loads import STEP_SECONDS
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 BLOCK = 4
 BLOCK_BYTES = 64
+COPY_SECONDS = STEP_SECONDS / 8
+"""Seconds that each load within a step takes; eight times the blocks of the largest one fit."""
 
 Tag = tuple[int, int, int]
 """Weights, group, digest of the tokens up to this one."""
@@ -38,6 +42,7 @@ class Copy:
     gpu_blocks: list[int]
     cpu_blocks: list[int]
     req_ids: list[str]
+    is_within_step: bool = False
 
 
 @dataclass(slots=True)
@@ -50,10 +55,14 @@ class FakeWorker:
     received: set[str] = field(default_factory=set)
     unfilled: set[int] = field(default_factory=set)
     report: SimpleCPUOffloadWorkerMetadata = field(default_factory=SimpleCPUOffloadWorkerMetadata)
+    fills_within_step = True
 
     def end(self, copy: Copy, *, fails: bool = False) -> None:
-        """Make ``copy`` now, or fail it."""
+        """Make ``copy`` now, or fail it; one within a step was made before the step and never fails."""
         self.copies.remove(copy)
+        if copy.is_within_step:
+            self.report.finished[copy.event], self.report.load_seconds[copy.event] = 1, COPY_SECONDS
+            return
         if copy.is_load:
             for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
                 if cpu == NOT_HELD or fails:
@@ -64,7 +73,7 @@ class FakeWorker:
             return
         for gpu, cpu in zip(copy.gpu_blocks, copy.cpu_blocks, strict=True):
             self.cpu[cpu] = [None] * BLOCK if fails else list(self.gpu.get(gpu, [None] * BLOCK))
-        self.report.completed_store_events[copy.event] = 1
+        self.report.finished[copy.event] = 1
         if fails:
             self.report.failed.add(copy.event)
 
@@ -85,11 +94,18 @@ def make_scheduler(
     world_size: int = 1,
     budget: int = 16,
     interval: int | None = None,
+    within_step: bool = False,
 ) -> SimpleCPUOffloadScheduler:
     groups = groups_of(windows)
     sizes = (BLOCK,) * len(groups)
     engine = EngineConfig(
-        sizes, BLOCK, groups, world_size=world_size, max_batch_tokens=budget, retention_interval=interval
+        sizes,
+        BLOCK,
+        groups,
+        world_size=world_size,
+        max_batch_tokens=budget,
+        retention_interval=interval,
+        loads_within_step=within_step,
     )
     layers = tuple(group.layer_names[0] for group in groups)
     cache = KVCacheConfig(gpu_blocks, (KVCacheTensor(gpu_blocks * BLOCK_BYTES, layers),), groups)
@@ -111,12 +127,13 @@ class Simulation:
         max_running: int = 4,
         prefix_caching: bool = True,
         interval: int | None = None,
+        within_step: bool = False,
     ) -> None:
         self.kv = KVCacheManager(gpu_blocks, BLOCK, windows, prefix_caching)
         self.pool = MirroredPool(gpu_blocks)
         self.kv.pool = self.pool  # type: ignore[assignment]
-        words = {"lazy": lazy, "world_size": world_size, "budget": budget, "interval": interval}
-        self.half = make_scheduler(gpu_blocks, cpu_blocks, windows, **words)  # type: ignore[arg-type]
+        words: dict[str, Any] = {"lazy": lazy, "world_size": world_size, "budget": budget, "interval": interval}
+        self.half = make_scheduler(gpu_blocks, cpu_blocks, windows, within_step=within_step, **words)
         self.half.bind_gpu_block_pool(self.pool)
         self.scheduler = Scheduler(self.kv, self.half, max_batch_tokens=budget, max_running=max_running)
         self.workers = [FakeWorker() for _ in range(world_size)]
@@ -124,7 +141,7 @@ class Simulation:
         self.finished: list[Request] = []
         self.metadata: list[SimpleCPUOffloadMetadata] = []
         self.under_way: dict[tuple[bool, int], Copy] = {}
-        """Copies that some workers have yet to report, by (is load, event)."""
+        """Copies that some workers have yet to report, by (is load that is waited for, event)."""
         self._arrived: Counter[str] = Counter()
         self._done: Counter[int] = Counter()
         self._contents: dict[OffloadKey, list[Tag]] = {}
@@ -236,6 +253,12 @@ class Simulation:
             for worker in self.workers:
                 for copy in [copy for copy in worker.copies if not copy.is_load]:
                     worker.end(copy)
+        if meta.within_step is not None:
+            event, gpu_blocks, cpu_blocks = meta.within_step
+            self._order_one(Copy(event, True, list(gpu_blocks), list(cpu_blocks), [], is_within_step=True))
+            for worker in self.workers:
+                for gpu, cpu in zip(gpu_blocks, cpu_blocks, strict=True):
+                    worker.gpu[gpu] = list(worker.cpu[cpu]) if worker.fills_within_step else [None] * BLOCK
         if meta.load_event >= 0:
             req_ids = meta.load_event_to_reqs[meta.load_event]
             self._order_one(Copy(meta.load_event, True, meta.load_gpu_blocks, meta.load_cpu_blocks, req_ids))
@@ -245,7 +268,7 @@ class Simulation:
     def _order_one(self, copy: Copy) -> None:
         assert len(copy.gpu_blocks) == len(copy.cpu_blocks) > 0
         assert 0 not in copy.gpu_blocks, "the null block is never copied"
-        self.under_way[copy.is_load, copy.event] = copy
+        self.under_way[copy.is_load and not copy.is_within_step, copy.event] = copy
         for worker in self.workers:
             worker.copies.append(copy)
 
@@ -263,7 +286,7 @@ class Simulation:
         for key, copy in list(self.under_way.items()):
             if key[0] and received.issuperset(copy.req_ids):
                 del self.under_way[key]
-        for event, workers in report.completed_store_events.items():
+        for event, workers in report.finished.items():
             self._done[event] += workers
             if self._done[event] == len(self.workers):
                 del self.under_way[False, event]

@@ -9,7 +9,7 @@ import torch
 
 from tiering.api.engine import CanonicalKVCaches, EngineConfig, KVCacheGroup
 from tiering.api.transfer import TransferSpec
-from tiering.copy.contract import OffloadingHandler, TransferResult
+from tiering.copy.contract import OffloadingHandler, TransferError, TransferResult
 from tiering.copy.handlers import HandlerEntry
 from tiering.copy.layout import RowLayout
 from tiering.errors import ConfigError
@@ -92,7 +92,7 @@ def load(event: int, gpu: list[int], cpu: list[int], *req_ids: str) -> SimpleCPU
 
 def reported(worker: SimpleCPUOffloadWorker) -> dict[int, int]:
     report = worker.build_connector_worker_meta()
-    return report.completed_store_events if report is not None else {}
+    return report.finished if report is not None else {}
 
 
 def finish_store(worker: SimpleCPUOffloadWorker, event: int) -> None:
@@ -167,6 +167,47 @@ def test_a_drain_waits_for_everything_that_runs(worker: SimpleCPUOffloadWorker) 
     assert reported(worker) == dict.fromkeys(range(5), 1)
 
 
+def within_step(number: int, gpu: list[int], cpu: list[int]) -> SimpleCPUOffloadMetadata:
+    return SimpleCPUOffloadMetadata(within_step=(number, gpu, cpu))
+
+
+def test_what_a_step_needs_is_there_when_the_call_returns(worker: SimpleCPUOffloadWorker, kv_caches: Caches) -> None:
+    blocks_at = 1 if kv_caches["a"].shape[0] == 2 else 0
+    before = {name: tensor.select(blocks_at, 3).clone() for name, tensor in kv_caches.items()}
+    worker.prepare_store_kv(store(0, [3, 1], [5, 0]))
+    finish_store(worker, 0)
+    for tensor in kv_caches.values():
+        tensor.zero_()
+    metadata = within_step(1, [7], [5])
+    worker.start_kv_transfers(metadata)
+    assert all(torch.equal(tensor.select(blocks_at, 7), before[name]) for name, tensor in kv_caches.items())
+    worker.start_kv_transfers(metadata)
+    assert worker.get_finished(()) == (set(), set()), "no request waits for it"
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert report.finished == {1: 1}
+    assert report.load_seconds[1] > 0
+    other = SimpleCPUOffloadWorkerMetadata({1: 1}, load_seconds={1: 9.0})
+    assert report.aggregate(other).load_seconds == {1: 9.0}
+    assert report.finished == {1: 2}
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_step_does_not_run_without_what_it_needs(starts: bool) -> None:
+    kv_caches = caches("blocks first")
+    worker = BrokenWorker(ENGINE, config(kv_caches), config(kv_caches).total_bytes)
+    worker.starts = starts
+    worker.register_kv_caches(kv_caches)
+
+    def step() -> None:
+        worker.start_kv_transfers(within_step(0, [4], [0]))
+        worker.get_finished(())
+
+    with pytest.raises(TransferError, match="step"):
+        step()
+    worker.shutdown()
+
+
 def test_blocks_that_are_not_held_any_more_are_reported_exactly(worker: SimpleCPUOffloadWorker) -> None:
     worker.prepare_store_kv(store(0, [1], [0]))
     finish_store(worker, 0)
@@ -194,7 +235,7 @@ def test_failed_copies_are_reported(starts: bool) -> None:
     assert worker.get_block_ids_with_load_errors() == {4, 5}
     report = worker.build_connector_worker_meta()
     assert report is not None
-    assert (report.completed_store_events, report.failed) == ({0: 1}, {0})
+    assert (report.finished, report.failed) == ({0: 1}, {0})
     worker.shutdown()
 
 

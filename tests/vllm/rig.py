@@ -20,6 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.vllm.models import VOCABULARY
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
+from tiering.connector.step_loads import StepLoads
 from tiering.copy.contract import OffloadingHandler
 from tiering.testing.clock import until
 
@@ -164,6 +165,14 @@ class Engine:
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    @property
+    def step_loads(self) -> StepLoads:
+        """The choice of the loads that run within the step, in either mode."""
+        half = self.connector.scheduler_half
+        found = getattr(half, "loads", half).step_loads
+        assert isinstance(found, StepLoads)
+        return found
+
     def settle(self, timeout: float = 60.0) -> None:
         """Step until no copy and no job of a tier is in flight."""
         end = time.monotonic() + timeout
@@ -211,10 +220,9 @@ class Engine:
             within_steps: True: requests may be computed in the step that loads for them, where no load may fail;
                 False (default): they wait for their loads.
         """
-        loads = getattr(getattr(self.connector.scheduler_half, "loads", None), "step_loads", None)
-        before = loads is not None and loads.is_possible
-        if loads is not None:
-            loads.is_possible = before and within_steps
+        loads = self.step_loads
+        before = loads.is_possible
+        loads.is_possible = before and within_steps
         copies = self.worker.worker_half.copies
         real = copies.handlers[CPULoadStoreSpec, GPULoadStoreSpec]
         copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, replacement := replace(real))
@@ -223,8 +231,7 @@ class Engine:
         finally:
             self.settle()
             copies.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, real)
-            if loads is not None:
-                loads.is_possible = before
+            loads.is_possible = before
 
     def watch(self) -> None:
         report, build = self.worker.get_kv_connector_stats, self.connector.build_connector_meta

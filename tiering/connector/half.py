@@ -21,6 +21,7 @@ from tiering.connector.groups import OffloadGroup, interleave
 from tiering.connector.hits import Hit, HitSearch, PrefixLookup
 from tiering.connector.metadata import ReqId
 from tiering.connector.protocols import AllocatedBlocks, EngineRequest
+from tiering.connector.step_loads import StepLoads
 from tiering.connector.tracked import Match, TrackedRequest, policy_of
 from tiering.errors import ConfigError
 from tiering.runtime.ratelimit import LimitedWarning
@@ -272,14 +273,15 @@ class SchedulerHalf(ABC, Generic[State]):
     def _is_paused(self) -> bool:
         """Return True if nothing can be loaded at present."""
 
+    @abstractmethod
     def _offer(self, state: State, computed: int, hit: Hit) -> tuple[int | None, bool]:
         """Return the answer to a match."""
-        return self._answer(state, computed, hit)
 
-    def _answer(self, state: State, computed: int, hit: Hit, *, is_within_step: bool = False) -> tuple[int, bool]:
+    def _answer(self, state: State, computed: int, hit: Hit, step_loads: StepLoads) -> tuple[int, bool]:
         """Return the answer to a match whose search has ended."""
         if hit.tokens <= computed:
             return NO_TOKENS
+        is_within_step = step_loads.fits(state, computed, hit.tokens)
         state.match = Match(computed, hit.tokens, is_within_step)
         return hit.tokens - computed, not is_within_step
 

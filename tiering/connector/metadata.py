@@ -74,6 +74,10 @@ class WorkerReport(Protocol):
     def adapters(self) -> dict[str, str]:
         """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
 
+    @property
+    def load_seconds(self) -> dict[int, float]:
+        """Seconds that loads took on the slowest worker, by job id, as far as they are known."""
+
 
 def add_report(report: WorkerReport, other: WorkerReport) -> None:
     """Add another worker's report to ``report``."""
@@ -82,6 +86,8 @@ def add_report(report: WorkerReport, other: WorkerReport) -> None:
     report.failed.update(other.failed)
     for name, identity in other.adapters.items():
         report.adapters[name] = identity if report.adapters.get(name, identity) == identity else ""
+    for job_id, seconds in other.load_seconds.items():
+        report.load_seconds[job_id] = max(seconds, report.load_seconds.get(job_id, 0.0))
 
 
 @dataclass(slots=True)
@@ -100,8 +106,6 @@ class OffloadingWorkerMetadata:
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
         add_report(self, other)
-        for job_id, seconds in other.load_seconds.items():
-            self.load_seconds[job_id] = max(seconds, self.load_seconds.get(job_id, 0.0))
         return self
 
     def is_empty(self) -> bool:

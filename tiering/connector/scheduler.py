@@ -463,8 +463,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             return ASK_AGAIN
         if hit.tokens > computed and self.loads.holds_up(state, computed, hit.tokens):
             return ASK_AGAIN
-        fits = hit.tokens > computed and self.loads.step_loads.fits(state, computed, hit.tokens)
-        return self._answer(state, computed, hit, is_within_step=fits)
+        return self._answer(state, computed, hit, self.loads.step_loads)
 
     def _load(self, state: RequestState, external_tokens: int) -> int:
         is_first = self._cached is not None and state.cached is None

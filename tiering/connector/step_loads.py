@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from tiering.api.engine import EngineConfig
-from tiering.api.manager import OffloadingManager, PrefixMatch
+from tiering.api.manager import PrefixMatch
 from tiering.connector.groups import OffloadGroup
-from tiering.connector.hits import HitSearch
-from tiering.connector.requests import RequestState
+from tiering.connector.hits import HitSearch, PrefixLookup
+from tiering.connector.tracked import TrackedRequest
 
 STEP_SECONDS = 1e-3
 """Most seconds by which loads delay a step."""
@@ -40,13 +41,13 @@ class StepLoads:
 
     Args:
         groups: the KV-cache groups.
-        manager: holds the blocks.
+        held: the blocks that can be loaded.
         search: determines the blocks that a hit needs.
         engine: configuration of the engine.
     """
 
     def __init__(
-        self, groups: Sequence[OffloadGroup], manager: OffloadingManager, search: HitSearch, engine: EngineConfig
+        self, groups: Sequence[OffloadGroup], held: PrefixLookup, search: HitSearch, engine: EngineConfig
     ) -> None:
         # An engine moves states while it prepares a step, and copies a part of a block that is named by several hashes.
         # The blocks of a load within the step are not filled by then.
@@ -54,7 +55,7 @@ class StepLoads:
         self.is_possible = engine.loads_within_step and placed and not engine.has_scratch
         """True if hits of this engine may be loaded within the step."""
         self._several = len(groups) > 1
-        self._manager = manager
+        self._held = held
         self._search = search
         self._speeds = deque[float](maxlen=MEASURED)
         """Blocks per second of the latest loads."""
@@ -65,7 +66,7 @@ class StepLoads:
         self._planned = 0
         """Blocks that are loaded within the present step."""
 
-    def fits(self, state: RequestState, computed: int, end: int) -> bool:
+    def fits(self, state: TrackedRequest[Any], computed: int, end: int) -> bool:
         """Return True if a hit is to be loaded within the step.
 
         At least one token must be left to compute. An adapter may turn out to be another one while the step runs, so
@@ -86,7 +87,7 @@ class StepLoads:
         if not needed or (blocks > self._budget and not self._is_probe(blocks)):
             return False
         # The search of one group may have had blocks of another evicted.
-        match = self._manager.match_prefix
+        match = self._held.match_prefix
         return not self._several or all(match(keys, state.ctx) == PrefixMatch(len(keys), False) for keys in needed)
 
     def _is_probe(self, blocks: int) -> bool:

@@ -61,7 +61,7 @@ class WorkerHalf:
     """
 
     _reports_loads = True
-    """True if loads are reported by their job ids, beside the ids of their requests."""
+    """True if all loads are reported by their job ids; False: only those within the step."""
 
     def __init__(self) -> None:
         self.copies = OffloadingWorker()
@@ -181,7 +181,7 @@ class WorkerHalf:
                 result.job_id,
             )
             return
-        if job.load is None or self._reports_loads:
+        if job.load is None or job.is_within_step or self._reports_loads:
             self._report.finished[result.job_id] = 1
             if not result.success:
                 self._report.failed.add(result.job_id)

@@ -15,7 +15,7 @@ NOT_HELD = -1
 """Entry of ``load_cpu_blocks`` for a block evicted after the match; no copy fills its GPU block."""
 
 ALL_REQUESTS = "of the step"
-"""Stands for the id of a request in the order of a step's stores, which are those of several requests."""
+"""Stands for the id of a request in orders that are for several requests of a step."""
 
 
 @dataclass(slots=True)
@@ -43,6 +43,11 @@ class SimpleCPUOffloadMetadata:
     """True if a request was preempted: running stores must end before this step."""
     need_drain: bool = False
     """True if all copies must end before this step, because the engine has taken their GPU blocks back."""
+    within_step: tuple[int, list[int], list[int]] | None = None
+    """The load that this step computes with; None: there is none.
+
+    Its number, which is one of the numbers of store events, the GPU blocks to fill and the co-indexed CPU blocks.
+    """
     load_ends: list[int] = field(default_factory=list)
     """Per request of the load event, the index in ``load_gpu_blocks`` behind its last block."""
     adapter_checks: list[tuple[str, str, set[int]]] = field(default_factory=list)
@@ -52,11 +57,16 @@ class SimpleCPUOffloadMetadata:
     """
 
     def orders(self) -> OffloadingConnectorMetadata:
-        """Return the loads, one for each request, and the stores in the form of the tiering mode.
+        """Return the loads and the stores in the form of the tiering mode.
 
-        The copy job of store event e has the number 2 e, that of the n-th request of load event e 2 (e + n) + 1.
+        Each request that waits has a load of its own. The copy job of store event e, or of the load with number e that
+        the step needs, has the number 2 e, that of the n-th request of load event e 2 (e + n) + 1.
         """
         orders = OffloadingConnectorMetadata()
+        if self.within_step is not None:
+            event, gpu, cpu = self.within_step
+            within_step = (CPULoadStoreSpec(cpu), GPULoadStoreSpec(gpu, (len(gpu),), (0,)))
+            orders.loads_within_step[ALL_REQUESTS] = TransferOrder(2 * event, within_step)
         start = 0
         ends = self.load_ends or [len(self.load_gpu_blocks)]
         for number, (req_id, end) in enumerate(
@@ -81,21 +91,18 @@ class SimpleCPUOffloadMetadata:
 
 @dataclass(slots=True)
 class SimpleCPUOffloadWorkerMetadata:
-    """The stores that have ended, from the workers to the scheduler."""
+    """The stores and the loads within steps that have ended, from the workers to the scheduler."""
 
-    completed_store_events: dict[int, int] = field(default_factory=dict)
-    """Store event → number of workers on which it has ended."""
+    finished: dict[int, int] = field(default_factory=dict)
+    """Store event, or number of a load within a step → number of workers on which it has ended."""
     failed: set[int] = field(default_factory=set)
     """Store events that failed on any worker; their blocks never become visible."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
+    load_seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds that loads within steps took on the slowest worker, by number, as far as they are known."""
     prepared: int = 0
     """Number of workers whose memory has been prepared since their last report."""
-
-    @property
-    def finished(self) -> dict[int, int]:
-        """Store event → number of workers on which it has ended, as in the report of the tiering mode."""
-        return self.completed_store_events
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""

@@ -26,10 +26,12 @@ from tiering.connector.counters import counts_seconds
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.free_queue import blocks_of_two_steps
 from tiering.connector.half import SchedulerHalf
-from tiering.connector.hits import HitSearch
+from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import WorkerJobs
 from tiering.connector.protocols import ConnectorOutput, EngineRequest, SchedulerOutput
-from tiering.connector.tracked import NEVER
+from tiering.connector.step_loads import StepLoads
+from tiering.connector.tracked import NEVER, Match
+from tiering.errors import TieringError
 from tiering.primary.memory.region import is_large
 from tiering.runtime.ratelimit import LimitedWarning
 from tiering.simple.block_pool import CPUBlockPool
@@ -38,7 +40,7 @@ from tiering.simple.eager import EagerStores
 from tiering.simple.lazy import HandedOutTables, LazyStores
 from tiering.simple.metadata import NOT_HELD, SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from tiering.simple.protocols import GPUBlockPool
-from tiering.simple.state import Blocks, Load, Offer, SimpleGroupState, SimpleRequestState, Store
+from tiering.simple.state import Blocks, Load, Offer, SimpleGroupState, SimpleRequestState, StepCopy
 
 logger = logging.getLogger("kv_tiering.simple")
 
@@ -99,7 +101,13 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self._unprepared = world_size if is_large(self.cpu_config.total_bytes) else 0
         """Number of workers that have not reported that their memory is prepared."""
         self._loads: dict[str, list[Load]] = {}
-        self._stores = WorkerJobs[Store](world_size)
+        self._stores = WorkerJobs[StepCopy](world_size)
+        self._within_step = WorkerJobs[StepCopy](world_size)
+        """Loads that steps compute with; they and the stores share their numbers."""
+        self._needed: StepCopy | None = None
+        """The one of them that the present step needs, not given to the workers yet."""
+        self.step_loads = StepLoads(groups, self.cpu_block_pool, self._search, engine_config)
+        """The choice of the loads that run within the step."""
         self.ordered: list[Blocks] = []
         """Stores of finished requests, not given to the workers yet; they hold their references already."""
         self._next_load = 0
@@ -123,15 +131,22 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         """Return the engine's block pool once blocks may be copied; None before."""
         return None if self._unprepared > 0 else self._gpu
 
+    def _offer(self, state: SimpleRequestState, computed: int, hit: Hit) -> tuple[int | None, bool]:
+        return self._answer(state, computed, hit, self.step_loads)
+
     def _load(self, state: SimpleRequestState, external_tokens: int) -> int:
         """Order the load of the request's last hit.
 
         A block that was evicted from the CPU pool after the match is ordered as :data:`NOT_HELD`; the worker reports
         its GPU block as not filled.
+
+        Raises:
+            TieringError: a load within the step has lost blocks since the match, which the step computes with. Nothing
+                comes between the two calls that could take blocks away.
         """
         if self._gpu is None:
             return 0
-        computed = state.match.computed if state.match is not None else 0
+        computed, _, is_within_step = state.match or Match(0, 0)
         null, cached, hits = self._gpu.null_block.block_id, self.cpu_block_pool.cached, 0
         pairs: list[tuple[int, int]] = []
         for state_of, group in zip(state.groups, self.groups, strict=True):
@@ -145,8 +160,20 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             pairs += part
             hits = len(part) if group is self.measure else hits
         load = Load(state=state, gpu_blocks=[gpu for gpu, _ in pairs], cpu_blocks=[cpu for _, cpu in pairs])
+        if is_within_step and (not pairs or NOT_HELD in load.cpu_blocks):
+            raise TieringError(
+                f"{len(load.held)} of {len(pairs)} blocks that a step needs are held; the step must not run"
+            )
         self._gpu.touch([self._gpu.blocks[block] for block in load.gpu_blocks])
         self.cpu_block_pool.hold(load.held)
+        if is_within_step:
+            if self._needed is None:
+                self._needed = StepCopy(self._stores.new_id(), self._stores.world_size, [], [])
+                self._within_step.add(self._needed)
+            self._needed.referenced += load.gpu_blocks
+            self._needed.cpu_blocks += load.cpu_blocks
+            self.step_loads.add(len(pairs))
+            return hits
         self._loads.setdefault(state.ctx.req_id, []).append(load)
         state.loading += 1
         self._counters.hits_shrunk += NOT_HELD in load.cpu_blocks
@@ -176,6 +203,10 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             need_flush=bool(scheduler_output.preempted_req_ids), need_drain=self._need_drain
         )
         self._need_drain = False
+        if self._needed is not None:
+            meta.within_step = self._needed.job_id, self._needed.referenced, self._needed.cpu_blocks
+            self._needed = None
+            self.step_loads.end_step()
         for load in chain.from_iterable(self._loads.values()):
             if not load.issued:
                 load.issued = True
@@ -187,7 +218,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self._next_load += len(meta.load_ends)
         gpu_blocks, cpu_blocks = self.prepare_store_specs(scheduler_output)
         if gpu_blocks:
-            store = Store(self._stores.new_id(), self._stores.world_size, gpu_blocks, cpu_blocks)
+            store = StepCopy(self._stores.new_id(), self._stores.world_size, gpu_blocks, cpu_blocks)
             meta.store_event, meta.store_gpu_blocks, meta.store_cpu_blocks = store.job_id, gpu_blocks, cpu_blocks
             self._stores.add(store)
             self._counters.stores += 1
@@ -236,6 +267,10 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta
         if report is not None:
             self._note_prepared(report.prepared)
+            for load in self._within_step.take_done(report):
+                if seconds := report.load_seconds.get(load.job_id):
+                    self.step_loads.measure(len(load.cpu_blocks), seconds)
+                self._release(load.referenced, load.cpu_blocks)
             self._counters.stores_failed += len(self._stores.newly_failed(report))
             for store in self._stores.take_done(report):
                 self._store_ended(store)
@@ -249,13 +284,9 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
-    def has_pending_stores(self) -> bool:
-        """Return True while a store is ordered that not all workers have reported."""
-        return bool(self._stores or self.ordered)
-
     def has_pending_work(self) -> bool:
         """Return True while copies are in flight: the engine must keep stepping, or they are never collected."""
-        return self.has_pending_stores() or bool(self._loads)
+        return bool(self._stores or self.ordered or self._loads or self._within_step)
 
     def reset_cache(self) -> bool:
         """Drop all blocks, also those that running copies are storing, and return True.
@@ -296,7 +327,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             copy.referenced = []
 
     def get_stats(self) -> Mapping[str, Any]:
-        self._counters.jobs_active = len(self._stores) + sum(map(len, self._loads.values()))
+        self._counters.jobs_active = len(self._stores) + len(self._within_step) + sum(map(len, self._loads.values()))
         stats = super().get_stats()
         stats["tiers"][PRIMARY_TIER]["stores_dropped"] = self.eager.dropped
         stats["tiers"][PRIMARY_TIER]["available"] = int(self._unprepared <= 0)
@@ -307,9 +338,9 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
 
     # -------------------------------------------------------------------------------------------------------- internals
 
-    def _copies(self) -> Iterable[Load | Store]:
+    def _copies(self) -> Iterable[Load | StepCopy]:
         """Return all copies that have not ended and that the workers may have received."""
-        return chain(chain.from_iterable(self._loads.values()), self._stores)
+        return chain(chain.from_iterable(self._loads.values()), self._stores, self._within_step)
 
     def _take_request(self, state: SimpleRequestState, gpu: GPUBlockPool, is_last: bool = False) -> list[Blocks]:
         ordered: list[Blocks] = []
@@ -337,7 +368,7 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             self.eager.evicted(evicted)
         return [(gpu_blocks, cpu_blocks)]
 
-    def _store_ended(self, store: Store) -> None:
+    def _store_ended(self, store: StepCopy) -> None:
         if store.failed:
             self._warn(
                 "copy job %d failed: a store of %d blocks, which the CPU pool does not hold",

@@ -84,10 +84,10 @@ class Load:
 
 
 @dataclass(slots=True)
-class Store(WorkerJob):
-    """A store that not all workers have reported."""
+class StepCopy(WorkerJob):
+    """The store of a step, or the load that a step computes with, which not all workers have reported."""
 
     referenced: list[int]
-    """GPU blocks that the store reads and holds references on."""
+    """GPU blocks that the copy holds references on."""
     cpu_blocks: list[int]
-    """CPU blocks, co-indexed with ``referenced`` while the store holds references on GPU blocks."""
+    """CPU blocks, co-indexed with ``referenced`` while the copy holds references on GPU blocks."""

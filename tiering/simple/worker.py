@@ -51,7 +51,8 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         self._region: SharedRegion | None = None
         self._joins_later = is_large(self._cpu_config.total_bytes)
         """True until large memory is prepared and the worker has reported that; False for small memory."""
-        self._started = self._prepared = NO_EVENT
+        self._started: SimpleCPUOffloadMetadata | None = None
+        self._prepared = NO_EVENT
 
     # ----------------------------------------------------------------------------------------------------- registration
 
@@ -113,9 +114,12 @@ class SimpleCPUOffloadWorker(WorkerHalf):
             self.copies.wait({job_id for job_id, job in self._jobs.items() if job.load is None})
 
     def start_kv_transfers(self, metadata: SimpleCPUOffloadMetadata) -> None:
-        """Start this step's loads. A second call with the same metadata does nothing."""
-        if metadata.load_event > self._started:
-            self._started = metadata.load_event
+        """Start this step's loads; those that the step needs are in front of all later work of the engine.
+
+        A second call with the same metadata does nothing.
+        """
+        if metadata is not self._started and (metadata.load_event != NO_EVENT or metadata.within_step is not None):
+            self._started = metadata
             self._start_loads(metadata.orders())
 
     def prepare_store_kv(self, metadata: SimpleCPUOffloadMetadata) -> None:
@@ -135,7 +139,8 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         report, self._report = self._report, OffloadingWorkerMetadata()
         events = {job_id // 2: workers for job_id, workers in report.finished.items()}
         failed = {job_id // 2 for job_id in report.failed}
-        return SimpleCPUOffloadWorkerMetadata(events, failed, prepared=int(joins))
+        seconds = {job_id // 2: taken for job_id, taken in report.load_seconds.items()}
+        return SimpleCPUOffloadWorkerMetadata(events, failed, load_seconds=seconds, prepared=int(joins))
 
     def shutdown(self) -> None:
         """Wait for running copies, then release threads, pins and memory. A second call does nothing."""
