@@ -34,6 +34,10 @@ from tiering.connector.groups import build_groups
 from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.geometry import read_geometry
 from tiering.engines.vllm.kept_groups import KeptGroups, kept_groups
+from tiering.simple.cache_config import KVCacheConfig as SimpleCache
+from tiering.simple.cache_config import KVCacheTensor
+from tiering.simple.metadata import NOT_HELD
+from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
 HASH = 16
 TOKENS = 16 * 3 * 8 + 5
@@ -222,3 +226,48 @@ def test_a_streaming_session_is_stored_under_the_names_that_vllm_gives_it() -> N
         make_offload_key(name, 0) for name in request.block_hashes
     ]
     assert len(request.block_hashes) == 4
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "ring" not in name])
+def test_mode_simple_has_all_blocks_that_vllm_takes_for_filled(name: str) -> None:
+    """A step is ended by a block of its loads that the CPU pool lacks."""
+    shape = SHAPES[name]
+    _, cache = configuration(shape)
+    engine = engine_of(shape)
+    tensors = tuple(KVCacheTensor(200 * HASH, group.layer_names) for group in engine.groups)
+    for limit in range(HASH, TOKENS, 28):
+        own = KVCacheManager(
+            cache,
+            4096,
+            scheduler_block_size=max(group.gpu_block_size for group in engine.groups),
+            hash_block_size=HASH,
+        )
+        half = SimpleCPUOffloadScheduler(engine, SimpleCache(200, tensors, engine.groups), 1 << 20)
+        half.bind_gpu_block_pool(own.block_pool)
+        half.step_loads.measure(1_000_000, 1.0)
+        request = make_request("r1")
+        request.kv_transfer_params = {"max_load_tokens": limit}
+        half.on_new_request(request)
+        state = half.states["r1"]
+        state.extend_keys(half.groups)
+        names = {key for keys in state.keys for key in keys}
+        half.cpu_block_pool.publish(blocks := half.cpu_block_pool.get_new_blocks(list(names)))
+        half.cpu_block_pool.free_blocks(blocks)
+        tokens, waits = half.get_num_new_matched_tokens(request, 0)
+        if not tokens:
+            continue
+        assert waits is not half.step_loads.is_possible
+        left = 0 if waits else request.num_tokens - tokens
+        assert own.allocate_slots(request, left, num_external_computed_tokens=tokens, delay_cache_blocks=waits)
+        tables = own.get_block_ids("r1")
+        half.update_state_after_alloc(request, FakeBlocks(tables), tokens)
+        meta = half.build_connector_meta(FakeSchedulerOutput())
+        filled = meta.load_gpu_blocks if meta.within_step is None else meta.within_step[1]
+        given = [
+            block
+            for table, group in zip(tables, engine.groups, strict=True)
+            for block in table[: -(-tokens // group.gpu_block_size)]
+            if block
+        ]
+        assert sorted(filled) == sorted(given), (limit, tokens)
+        assert NOT_HELD not in meta.load_cpu_blocks
