@@ -231,7 +231,7 @@ def test_blocks_of_one_group_that_the_search_of_another_dropped_are_waited_for()
 
 
 def test_a_hit_that_needs_no_block_is_no_load() -> None:
-    """At the border of a chunk, no token of the model is read any more; an engine without a prefix cache asks there."""
+    """At the border of a chunk, no token is read any more. Engines without a prefix cache ask there."""
     chunks = KVCacheGroup(("b",), 4, 8, "chunked_local_attention")
     scheduler = Scheduler(FakeSpec(EngineConfig((4,), 4, (chunks,), loads_within_step=True)))
     request = prompt(18)
