@@ -277,7 +277,7 @@ def test_window_blocks_that_the_engine_took_back_are_not_stored_from_the_wrong_b
     assert stored(sim) > 40
 
 
-@pytest.mark.parametrize(("interval", "windows"), [(None, 10), (0, 2), (16, 6)])
+@pytest.mark.parametrize(("interval", "windows"), [(None, 10), (0, 3), (16, 6)])
 def test_of_a_prompt_windows_are_stored_as_the_engine_keeps_them(interval: int | None, windows: int) -> None:
     sim = Simulation(windows=(None, 9), gpu_blocks=40, cpu_blocks=60, budget=48, interval=interval)
     sim.run("a", tokens(1, 41), 1)

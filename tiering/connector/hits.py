@@ -295,7 +295,7 @@ class HitSearch:
     def _windows_end(
         self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, pending: bool, ctx: ReqContext
     ) -> tuple[Hit, bool]:
-        """Return the longest prefix of ``end`` tokens that the windows leave, and True if a window is undecided."""
+        """Return the longest prefix that the windows leave, and True if one of them is undecided."""
         agreed, turn, probes, attended, undecided = 0, 0, self._most_probes, end, False
         while agreed < len(self._windows):
             if end - computed < self._least or not probes:
