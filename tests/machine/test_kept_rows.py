@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -440,6 +443,27 @@ def test_the_services_thread_does_not_free_rows(monkeypatch: pytest.MonkeyPatch)
     free()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(region.fd)
+
+
+def test_an_engine_whose_old_rows_go_to_another_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process that joins it later would get other rows than the first."""
+    regions = Regions(ThreadPool("kv-test", 1), lambda: None, FakeClock(), 1 << 30, 5.0, {})
+    free: set[Any] = set()
+    monkeypatch.setattr(regions, "_is_free", free.__contains__)
+
+    def claimed(name: str) -> Any:
+        peer = Mock(pidfd=-1)
+        regions.claim(peer, json.dumps(asdict(RowsClaim(name, "alike", 4, 16384, 2, 1))).encode())
+        return peer
+
+    first = claimed("one")
+    old = regions._of[first]
+    regions.leave(first)
+    again = regions._of[claimed("one")]
+    free.add(old)
+    assert regions._of[claimed("two")] is old
+    assert regions._of[claimed("one")] is again
+    regions.close()
 
 
 def test_rows_of_an_engine_that_was_closed_are_freed_while_its_process_lives(

@@ -151,7 +151,7 @@ class Regions:
         for region in self._regions:
             old = region.claim
             if (old.alike, old.rows, old.stride) == shape and self._is_free(region):
-                self._named.pop(old.name, None)
+                self._unname(region)
                 self._close_pidfds(region)
                 region.claim, region.keeper = claim, None
                 os.pwrite(region.fd, bytes(PAGE), claim.rows * claim.stride)
@@ -237,8 +237,7 @@ class Regions:
         """Free the rows, in another thread if it may: the kernel takes seconds for tens of GiB."""
         region.empty()
         self._regions.remove(region)
-        if self._named.get(region.claim.name) is region:
-            del self._named[region.claim.name]
+        self._unname(region)
         self._close_pidfds(region)
         held: list[object] = [region.rows, region.words]
         region.rows, region.words = np.empty((0, PAGE), np.uint8), np.empty(0, np.uint64)
@@ -253,6 +252,11 @@ class Regions:
             free()
         else:
             self._pool.run(free, lambda _: free())
+
+    def _unname(self, region: Region) -> None:
+        """Take the name of its engine from a region; a later one may have it by now."""
+        if self._named.get(region.claim.name) is region:
+            del self._named[region.claim.name]
 
     @staticmethod
     def _close_pidfds(region: Region) -> None:
