@@ -36,7 +36,7 @@ PROOF_SECONDS = 1.0
 """Seconds within which the link finds out that a process has died."""
 
 SILENT_SECONDS = 5.0
-"""Seconds without a message after which a service counts as hanging; it reports the state of a tier every second."""
+"""Seconds after which a silent service counts as hanging; it sends a state every second."""
 
 MOST_QUEUED = 8 << 20
 """Bytes of messages in the queue at which no more are read: an idle engine makes no step for hours."""
