@@ -172,11 +172,25 @@ def test_a_fed_block_that_was_loaded_since_is_stored_late() -> None:
     assert rig.late(A) == [A]
 
 
-@pytest.mark.parametrize("end", ["fails", "came late", "reset", "tier fails", "may be computed", "is never loaded"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "fails",
+        "came late",
+        "reset",
+        "tier fails",
+        "may be computed",
+        "is never loaded",
+        "goes before a row would",
+        "may go before a row would",
+    ],
+)
 def test_a_block_that_requests_may_not_find_in_a_tier_is_stored_late(end: str) -> None:
     rules: dict[str, Any] = {
         "may be computed": {"load_or_compute": "auto"},
         "is never loaded": {"load_or_compute": "never"},
+        "goes before a row would": {"capacity_blocks": 2},
+        "may go before a row would": {"capacity_blocks": None},
     }
     tier = FakeTier("disk", **rules.get(end, {}))
     rig = Rig(3, tier)

@@ -8,6 +8,7 @@ resets and closes, and :class:`~tiering.block_tier.intake.Intake` chooses the bl
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -141,6 +142,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             max_load_blocks=min(options.depth.start, SHARED_LOAD_PART) if index.shared else LOAD_PART,
             min_prefix_blocks=options.min_prefix_blocks,
             load_or_compute=options.load_or_compute,
+            capacity_blocks=max(1, (options.capacity_bytes or sys.maxsize) // max(context.group_bytes)),
             fill=options.admission != "none",
             announces_news=self._announces,
             mixes_requests=True,

@@ -87,8 +87,9 @@ class TierState:
 
     @property
     def serves_all(self) -> bool:
-        """True if each request that finds a block of the tier loads the block."""
-        return self.loads and self.gate is None and self.traits.min_prefix_blocks <= 1
+        """True if a block of the tier needs no row: it stays as long, and each request that finds it loads it."""
+        outlasts = (self.traits.capacity_blocks or 0) >= len(self.has)
+        return outlasts and self.loads and self.gate is None and self.traits.min_prefix_blocks <= 1
 
     @classmethod
     def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:
@@ -197,5 +198,6 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "descriptions": ("a TierDescriptions or None", partial(_part, TierDescriptions)),
     "speeds": ("a TierSpeeds or None", partial(_part, TierSpeeds)),
     "load_or_compute": ("auto, always or never", _rule),
+    "capacity_blocks": (f"{_COUNT} or None", _optional_count),
 }
 """Per trait that the manager keeps, the allowed values and the function that reads one."""

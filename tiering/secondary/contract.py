@@ -298,10 +298,7 @@ class TierTraits:
     store_deadline: float | None = None
     """Seconds after which an idle engine no longer steps for a store; default: ``load_deadline``."""
     primary_share: float = 0.5
-    """Largest share of the primary rows that this tier's running loads may hold; default 0.5.
-
-    Loads that are past their deadline count as running.
-    """
+    """Largest share of the primary rows that running loads, overdue ones included, may hold; default 0.5."""
     max_load_blocks: int | None = None
     """Largest number of blocks of one load job; None (default): no limit.
 
@@ -331,6 +328,8 @@ class TierTraits:
     """Part that keeps speeds for engines that start later; None (default): the tier keeps none."""
     load_or_compute: LoadOrCompute = "always"
     """Rule by which requests load or compute the blocks of this tier; default "always"."""
+    capacity_blocks: int | None = None
+    """Number of blocks that the tier has room for; None (default): not known."""
 
     def deadline(self, now: float, *, load: bool) -> float:
         """Return the time by which a load, or else a store, that is submitted at ``now`` should have ended."""

@@ -88,6 +88,8 @@ class FakeTier(TierIntake, SecondaryTierManager):
     """Seconds that each call of :meth:`credit` was asked for."""
     admits: set[OffloadKey] | None = None
     """Keys that admission admits; default None: all."""
+    capacity_blocks: int | None = 1 << 40
+    """Number of blocks that the tier has room for."""
     resting: float = 0.0
     """Seconds for which the tier offers to rest; default 0."""
     medium: str = "FAKE"
@@ -107,6 +109,7 @@ class FakeTier(TierIntake, SecondaryTierManager):
             intake=None if self.takes_all else self,
             speeds=self.speeds,
             load_or_compute=self.load_or_compute,
+            capacity_blocks=self.capacity_blocks,
         )
 
     def _enter(self, method: str, argument: object = None) -> None:
