@@ -160,6 +160,37 @@ def test_blocks_of_no_prefix_are_copied_while_the_first_ones_hang(monkeypatch: p
             go_on.set()
 
 
+def test_blocks_that_come_one_by_one_are_lent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loan wakes two threads, so that many small ones would take longer than the reads."""
+    from tiers.memory import MemoryStore
+
+    monkeypatch.setattr("tiering.engines.exchange.TOGETHER_SECONDS", 60.0, raising=False)
+    original, begun, go_on = MemoryStore.get_one, threading.Event(), threading.Event()
+
+    def get_one(store: MemoryStore, block: Any) -> Any:
+        if block.key == KEYS[0]:
+            begun.set()
+            go_on.wait()
+        return original(store, block)
+
+    monkeypatch.setattr(MemoryStore, "get_one", get_one)
+    copied: list[int] = []
+    with running() as exchange:
+        try:
+            for first in range(0, 64, 16):
+                stored = lambda n, row, first=first: write(first + n, row)  # noqa: E731
+                assert exchange.store(KEYS[first : first + 16], stored) == [True] * 16
+            keys = [*KEYS[:2], *KEYS[60:]]  # the last four are in memory
+            with calling(partial(exchange.load, is_prefix=False), keys, lambda n, row: copied.append(n)) as found:
+                begun.wait()
+                exchange.held(KEYS[60:])  # behind the first look of the load
+                go_on.set()
+            assert found == [[True] * 6]
+            assert copied == list(range(6))
+        finally:
+            go_on.set()
+
+
 def test_a_store_that_runs_over_a_reset_does_not_count() -> None:
     copy = Held()
     with running() as exchange, calling(exchange.store, KEYS[:2], copy) as found:

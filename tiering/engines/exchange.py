@@ -42,6 +42,12 @@ LOOK_SECONDS = 0.2
 LOAD_JOBS, LOAD_BYTES = 4, 16 << 20
 """Number of jobs into which a load is divided, and bytes below which no job is divided."""
 
+TOGETHER_SECONDS = 0.05
+"""Seconds for which a load waits for a job's worth of blocks to lend; afterwards it lends what has arrived.
+
+Each loan wakes two threads: small ones take longer than the reads that they overlap.
+"""
+
 LENT_SECONDS = 5.0
 """Seconds for which a stop waits for the ends of copies, which nothing but the processor holds up."""
 
@@ -107,12 +113,15 @@ class _Load(_Call):
     begun: int = 0
     """Number of leading keys among those left that were looked up."""
     has_more: bool = False
-    """True if the last loan left blocks that can be lent next."""
+    """True if there are blocks that can be lent next."""
+    alone_at: float = 0.0
+    """Time in monotonic seconds from which few blocks are lent, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.left = {key: position for position, key in enumerate(self.keys)}
         """Position of each key that is not decided."""
+        self.alone_at = time.monotonic() + TOGETHER_SECONDS
 
     def advance(self, exchange: BlockExchange) -> bool:
         manager = exchange.manager
@@ -127,13 +136,15 @@ class _Load(_Call):
         self.begun = len(keys)
         match, readable = manager.match_prefix(keys, self.ctx), manager.primary_tier.readable
         found = keys[: readable.leading(keys)] if self.is_prefix else readable.known(keys)
-        if match.pending and not found:
+        if match.pending and (not found or (len(found) < min(len(keys), part) and time.monotonic() < self.alone_at)):
+            self.has_more = bool(found)
             return False
         decided = held = found[: exchange.part]
         self.has_more = len(found) > len(held)
         if held:
             rows = manager.prepare_load(held, self.ctx).block_ids
             self.lent = _Loan([self.left[key] for key in held], held, rows)
+            self.alone_at = time.monotonic() + TOGETHER_SECONDS
         else:
             decided = tuple(self.left) if self.is_prefix else keys[:1]
         for key in decided:
