@@ -43,7 +43,7 @@ LOAD_JOBS, LOAD_BYTES = 4, 16 << 20
 """Number of jobs into which a load is divided, and bytes below which no job is divided."""
 
 TOGETHER_SECONDS = 0.05
-"""Seconds for which a load waits for a job's worth of blocks to lend; afterwards it lends what has arrived.
+"""Seconds for which a load waits for a job's worth of blocks to lend, and then lends what is there.
 
 Each loan wakes two threads: small ones take longer than the reads that they overlap.
 """
