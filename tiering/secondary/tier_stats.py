@@ -42,7 +42,9 @@ class TierStats:
         "If there are none for long while the tier holds blocks, prompts share no prefix, or the hashes differ.",
     )
     misses: int = counter(
-        "blocks", "Probed blocks that the tier did not hold", "A lookup counts one miss, where its prefix ends."
+        "blocks",
+        "Probed blocks that the tier did not hold",
+        "A lookup counts one miss, where its prefix ends; a search for windows or tails one for each block it looks for.",
     )
     lookups_late: int = counter(
         "lookups",
