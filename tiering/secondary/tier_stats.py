@@ -44,7 +44,7 @@ class TierStats:
     misses: int = counter(
         "blocks",
         "Probed blocks that the tier did not hold",
-        "A lookup counts one miss, where its prefix ends; a search for windows or tails one for each block it looks for.",
+        "A lookup counts one miss, where its prefix ends. A search for windows or tails counts each block.",
     )
     lookups_late: int = counter(
         "lookups",
