@@ -197,9 +197,9 @@ def test_sigterm_without_time_to_drain_ends_the_server_at_once_and_keeps_what_wa
     after_a_drain: Drained, row: Row, expected: Expected
 ) -> None:
     server = after_a_drain.server
+    written = known(server)
     # after the engine's end, vLLM's front end may wait for clients that wait for an answer
     asking = Asking(server, [prompt(seed, 400) for seed in range(80, 86)], 200, timeout=8)
-    written = known(server)
     server.end(signal.SIGTERM)
     assert asking.was_lost()
     assert shared_memory.is_clean()
