@@ -175,7 +175,7 @@ class SpeedDocuments(HintDocuments[Speeds], TierSpeeds):
     acts = ("publish the speeds of this engine", "read the speeds of the last engine")
 
     def _count(self, written: int, refused: int) -> None:
-        pass  # One that does not count costs what an engine without any costs.
+        """Count nothing: an engine that finds no valid document begins with the assumed speeds."""
 
     def publish(self, found: Speeds) -> None:
         namespace = self._epoch()
