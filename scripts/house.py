@@ -2,7 +2,9 @@
 
     python -m scripts.house
 
-The lines are those of ``tiering/`` and ``tiers/`` as they are formatted, at a width of 120.
+The lines are those of ``tiering/`` and ``tiers/`` as they are formatted, at a width of 120. Those of features that came
+after 23 November 2026, when the goal was set, are counted apart, as far as they have modules of their own: the rest is
+more than what existed then, by what these features added to older modules.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from tiering.connector.metrics import METRICS
@@ -23,6 +26,54 @@ from tiering.tier import SecondaryTierManager, StepEnd, TierIntake, TierStats, T
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiering", "tiers")
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "one cache per machine": (
+        *("tiering/machine/*", "tiering/cli/serve.py", "tiering/cli/service_metrics.py"),
+        *("tiering/config/io_process.py", "tiering/config/other_process.py"),
+    ),
+    "other engines, and stacks inside vLLM's tiering": (
+        *("tiering/engines/lmcache/*", "tiering/engines/sglang/*", "tiering/engines/vllm_tier/*"),
+        *("tiering/engines/__init__.py", "tiering/engines/exchange.py", "tiering/engines/mailbox.py"),
+        *("tiering/config/inline.py", "tiering/cli/transfer_config.py", "tiering/copy/tensors.py"),
+        "tiering/manager/prompts.py",
+    ),
+    "every model and layout": (
+        *("tiering/connector/handed_states.py", "tiering/connector/hit_ends.py", "tiering/connector/variants.py"),
+        *("tiering/copy/heads.py", "tiering/copy/kernel.py", "tiering/engines/vllm/heads.py"),
+        *("tiering/engines/vllm/kept_groups.py", "tiering/engines/vllm/stages.py"),
+    ),
+    "load or compute": (
+        *("tiering/connector/prefill.py", "tiering/manager/load_gate.py", "tiering/manager/worth.py"),
+        *("tiering/manager/kept_speeds.py", "tiering/epochs/speeds.py", "tiering/secondary/speeds.py"),
+        *("tiering/runtime/hardware.py", "tiering/runtime/linear_cost.py", "tiering/runtime/shortest.py"),
+        "tiering/runtime/time_share.py",
+    ),
+    "misses explained, cached tokens": (
+        *("tiering/explain/*", "tiering/connector/misses.py", "tiering/connector/cached_tokens.py"),
+        *("tiering/cli/why.py", "tiering/replay/misses.py"),
+    ),
+    "descriptions for routers": (
+        *("tiering/connector/described_runs.py", "tiering/connector/run_codec.py", "tiering/epochs/described.py"),
+        "tiering/api/descriptions.py",
+    ),
+    "exclusive CPU tier": (
+        *("tiering/connector/engine_cache.py", "tiering/connector/free_queue.py", "tiering/manager/exclusive.py"),
+        *("tiering/manager/fed_blocks.py", "tiering/replay/device.py"),
+    ),
+    "hints of sessions": (
+        *("tiering/api/hints.py", "tiering/connector/hints.py", "tiering/manager/early.py"),
+        *("tiering/manager/sessions.py", "tiering/table/kept_rows.py", "tiering/table/marks.py"),
+        *("tiering/replay/hints.py", "tiering/replay/optimum.py"),
+    ),
+    "warm start, rows prepared beside the start": (
+        *("tiering/manager/warm_start.py", "tiering/epochs/hot_keys.py", "tiering/secondary/hot_prefixes.py"),
+        *("tiering/block_tier/hint_documents.py", "tiering/primary/memory/preparation.py"),
+        "tiering/primary/memory/side.py",
+    ),
+    "small hits within the step": ("tiering/connector/step_loads.py",),
+}
+"""Modules of each feature that came after 23 November 2026, by the patterns of their paths."""
 
 
 def sources() -> Iterator[Path]:
@@ -42,6 +93,23 @@ def code_lines(text: str) -> int:
         if token.type not in NO_CODE:
             found.update(range(token.start[0], token.end[0] + 1))
     return len(found - docstrings)
+
+
+def lines_of_features() -> dict[str, int]:
+    """Return the number of lines in the modules of each feature.
+
+    Raises:
+        ValueError: a pattern names no module, or two features have the same one.
+    """
+    found: dict[str, int] = {}
+    seen: set[Path] = set()
+    for feature, patterns in FEATURES.items():
+        modules = [sorted(ROOT.glob(pattern if pattern.endswith(".py") else f"{pattern}.py")) for pattern in patterns]
+        if not all(modules) or not seen.isdisjoint(chain(*modules)):
+            raise ValueError(f"{feature}: a pattern has no module of its own")
+        seen.update(chain(*modules))
+        found[feature] = sum(path.read_text().count("\n") for path in chain(*modules))
+    return found
 
 
 def room_of(name: str) -> str:
@@ -80,7 +148,11 @@ def rows() -> Iterator[tuple[str, str]]:
     rooms = {room for pair in found for room in pair}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: words for name, words in project["optional-dependencies"].items() if name not in {"dev", "docs"}}
-    yield "lines", f"{sum(text.count(chr(10)) for text in texts.values()):,}"
+    lines, features = sum(text.count("\n") for text in texts.values()), lines_of_features()
+    yield "lines", f"{lines:,}"
+    yield "without modules of later features", f"{lines - sum(features.values()):,}"
+    for feature, count in features.items():
+        yield f"  {feature}", f"{count:,}"
     yield "lines of code", f"{sum(map(code_lines, texts.values())):,}"
     yield "files", str(len(texts))
     yield "files of more than 500 lines", str(sum(text.count("\n") > 500 for text in texts.values()))
@@ -100,7 +172,7 @@ def rows() -> Iterator[tuple[str, str]]:
 def main() -> None:
     """Print the table."""
     for name, value in rows():
-        sys.stdout.write(f"{name:42} {value}\n")
+        sys.stdout.write(f"{name:50} {value}\n")
 
 
 if __name__ == "__main__":
