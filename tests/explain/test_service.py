@@ -101,7 +101,7 @@ def test_a_second_engine_does_not_take_the_socket_of_the_first(
     with service(computed(), tmp_path / "s") as first:
         with caplog.at_level(logging.WARNING), service(make_explainer(), tmp_path / "s"):
             pass
-        assert "another engine listens" in caplog.text
+        assert "another process listens" in caplog.text
         assert ask(first.path, {"request": "a"})["computed_tokens"] == 17
 
 
@@ -116,7 +116,7 @@ def test_a_socket_with_too_many_clients_is_not_taken_for_a_dead_one(
             ask(tmp_path / "s", {"top": True})
         with caplog.at_level(logging.WARNING), service(make_explainer(), tmp_path / "s"):
             pass
-        assert "another engine listens" in caplog.text
+        assert "another process listens" in caplog.text
         assert (tmp_path / "s").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_runtime_directory_that_others_can_write_is_not_used(runtime: Path, ca
     explainer = computed()
     with caplog.at_level(logging.WARNING), service(explainer, None):
         assert until(lambda: explainer.totals and sum(explainer.totals.values()) == 17)  # it counts without a socket
-    assert "not a directory of this user alone" in caplog.text
+    assert "others may replace the socket" in caplog.text
     assert sockets() == []
 
 

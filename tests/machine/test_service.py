@@ -127,7 +127,7 @@ def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_service_on_one_socket_is_refused(service: MachineService, path: Path) -> None:
-    with pytest.raises(ConfigError, match="another service listens there"):
+    with pytest.raises(ConfigError, match="another process listens there"):
         MachineService(path, {}, most_bytes=1).listen()
     assert greet(str(path), Greeting("").text(), ()).tiers == ["local"]
 

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from tiering.errors import ConfigError, TemporaryStoreError
 from tiering.explain.explainer import Explainer
+from tiering.runtime.door import bind_socket, is_listening
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.pool import ThreadPool
 
@@ -50,19 +50,7 @@ def runtime_directory() -> Path:
 
 def sockets() -> list[Path]:
     """Return the sockets in the runtime directory of this user that a process listens on."""
-    return [path for path in sorted(runtime_directory().glob("why-*.sock")) if _is_listening(path)]
-
-
-def _is_listening(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(_CLIENT_SECONDS)
-        try:
-            client.connect(str(path))
-        except BlockingIOError:  # more clients wait than the socket's queue has room for
-            return True
-        except OSError:
-            return False
-    return True
+    return [path for path in sorted(runtime_directory().glob("why-*.sock")) if is_listening(path, socket.SOCK_STREAM)]
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
@@ -150,25 +138,15 @@ class ExplainService:
             server.close()
 
     def _listen(self, path: Path | None) -> socket.socket | None:
-        server = socket.socket(socket.AF_UNIX)
+        self.path = path or runtime_directory() / f"why-{os.getpid()}-{next(_numbers)}.sock"
+        """The socket's file."""
         try:
-            if path is None:
-                directory = runtime_directory()
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_private(directory)
-                path = directory / f"why-{os.getpid()}-{next(_numbers)}.sock"
-            self.path = path
-            """The socket's file."""
-            _remove_dead(path)
-            os.fchmod(server.fileno(), 0o600)  # the file that bind makes gets this mode
-            server.bind(str(path))
-            server.listen(4)
-            server.settimeout(PERIOD)
+            server = bind_socket(self.path, socket.SOCK_STREAM, is_private=path is None)
         except (OSError, ConfigError) as error:
-            server.close()
             logger.warning("explain: no socket, so kv-tiering why cannot ask this engine: %s", error)
             return None
-        logger.info("explain: ask with kv-tiering why REQUEST --socket %s", path)
+        server.settimeout(PERIOD)
+        logger.info("explain: ask with kv-tiering why REQUEST --socket %s", self.path)
         return server
 
     def _unstarted(self, error: BaseException) -> None:
@@ -240,30 +218,3 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
     if explainer.is_waiting(name):
         return {"error": f"request {name} has not begun to compute"}
     return {"error": f"request {name} is unknown, or is not among the last {explainer.requests} requests"}
-
-
-def _check_private(directory: Path) -> None:
-    """Refuse a directory that others may change.
-
-    Raises:
-        ConfigError: the directory belongs to another user, or others may write to it.
-    """
-    state = directory.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} is not a directory of this user alone; make it one (chmod 700), or set explain.socket"
-        )
-
-
-def _remove_dead(path: Path) -> None:
-    """Remove a socket that a killed process has left.
-
-    Raises:
-        ConfigError: a process listens there, or the file is no socket.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} exists and is no socket; set another explain.socket")
-        if _is_listening(path):
-            raise ConfigError(f"another engine listens on {path}; give each engine its own explain.socket")
-        path.unlink()

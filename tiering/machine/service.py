@@ -29,12 +29,12 @@ from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, TieringError
 from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, ServiceLook
-from tiering.machine.door import bind_socket
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.namespaces import HostedNamespace, TierBuilder, own_replica
 from tiering.machine.peers import NO_ROOM, Peer
 from tiering.machine.regions import Regions
 from tiering.machine.words import Greeting
+from tiering.runtime.door import bind_socket
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
 

@@ -1,4 +1,4 @@
-"""Services that start at the same time get one socket each, or the reason."""
+"""Processes that start at the same time get one socket each, or the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import ConfigError
-from tiering.machine import door
+from tiering.runtime import door
 
 
 def test_of_two_services_that_start_at_one_instant_one_is_refused(
@@ -31,8 +31,8 @@ def test_of_two_services_that_start_at_one_instant_one_is_refused(
     second = threading.Thread(target=start)
     remove = door._remove_left
 
-    def remove_while_another_starts(removed: Path) -> None:
-        remove(removed)
+    def remove_while_another_starts(removed: Path, kind: socket.SocketKind) -> None:
+        remove(removed, kind)
         if threading.current_thread() is not second:
             second.start()
             waits.wait(10.0)
@@ -42,19 +42,19 @@ def test_of_two_services_that_start_at_one_instant_one_is_refused(
         bound.wait(10.0)
 
     monkeypatch.setattr(door, "_remove_left", remove_while_another_starts)
-    monkeypatch.setattr("tiering.machine.door.time.sleep", pause)
+    monkeypatch.setattr("tiering.runtime.door.time.sleep", pause)
     first = door.bind_socket(path)
     bound.set()
     second.join(10.0)
     assert len(refused) == 1
-    assert "another service listens there" in refused[0]
+    assert "another process listens there" in refused[0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(os.fspath(path))
     first.close()
 
 
 def test_a_lock_that_is_not_released_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiering.machine.door.time.sleep", lambda _: None)
+    monkeypatch.setattr("tiering.runtime.door.time.sleep", lambda _: None)
     with door._alone(tmp_path), pytest.raises(ConfigError, match="another process keeps it locked"):
         door.bind_socket(tmp_path / "cache.sock")
     door.bind_socket(tmp_path / "cache.sock").close()
