@@ -154,18 +154,32 @@ class TestTheMeasurement:
         small, next_one, large = prompt(size + 1), prompt(size + 1, "r2"), prompt(size + 5, "r3")
         scheduler, _ = scheduler_with(large, blocks=0)
         assert scheduler.get_num_new_matched_tokens(large, 0) == (size + 4, True)
-        assert scheduler.get_num_new_matched_tokens(small, 0) == (size, False)
+        run(scheduler, small, size, ids(PROBE_BLOCKS + 1))
         assert scheduler.get_num_new_matched_tokens(next_one, 0) == (size, True)
 
     def test_slow_copies_are_measured_again(self) -> None:
         requests = [prompt(18, f"r{number}") for number in range(2 * PROBE_EVERY)]
         scheduler, _ = scheduler_with(requests[0], blocks=0)
         scheduler.loads.step_loads.measure(4, 1.0)
-        answers = [scheduler.get_num_new_matched_tokens(request, 0)[1] for request in requests]
-        assert [number for number, waits in enumerate(answers) if not waits] == [0, PROBE_EVERY]
+        within_step = []
+        for number, request in enumerate(requests):
+            if not scheduler.get_num_new_matched_tokens(request, 0)[1]:
+                within_step.append(number)
+                scheduler.update_state_after_alloc(request, FakeBlocks((ids(5),)), 16)
+            idle_step(scheduler)
+        assert within_step == [0, PROBE_EVERY]
+
+    def test_a_hit_that_got_no_blocks_leaves_the_measurement_to_the_next_one(self) -> None:
+        first, second, third = prompt(18), prompt(18, "r2"), prompt(18, "r3")
+        scheduler, _ = scheduler_with(first, blocks=0)
+        for _ in range(3):  # the engine has no blocks for it
+            assert scheduler.get_num_new_matched_tokens(first, 0) == (16, False)
+            assert not idle_step(scheduler).loads_within_step
+        run(scheduler, second, 16, ids(5))
+        assert scheduler.get_num_new_matched_tokens(third, 0) == (16, True)
 
     def test_the_fastest_of_the_latest_loads_counts(self) -> None:
-        request = prompt(18)
+        request, probe = prompt(18), prompt(18, "r2")
         scheduler, _ = scheduler_with(request, blocks=4)
         loads = scheduler.loads.step_loads
         loads.fits(prompt_state(scheduler), 0, 16)  # takes no probe
@@ -173,7 +187,8 @@ class TestTheMeasurement:
             loads.measure(1, STEP_SECONDS)
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
         loads.measure(1, STEP_SECONDS)
-        assert [scheduler.get_num_new_matched_tokens(request, 0)[1] for _ in range(2)] == [False, True]
+        run(scheduler, probe, 16, ids(5))
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (16, True)
 
     def test_a_load_is_as_slow_as_on_the_slowest_worker(self) -> None:
         report = OffloadingWorkerMetadata({1: 1}, load_seconds={1: 0.5})
@@ -230,7 +245,7 @@ def test_blocks_of_one_group_that_the_search_of_another_dropped_are_waited_for()
     assert not scheduler.loads.step_loads.fits(state, 0, 16)
 
 
-def test_a_hit_that_needs_no_block_is_no_load() -> None:
+def test_a_hit_that_needs_no_block_is_no_load(caplog: pytest.LogCaptureFixture) -> None:
     """At the border of a chunk, no token is read any more. Engines without a prefix cache ask there."""
     chunks = KVCacheGroup(("b",), 4, 8, "chunked_local_attention")
     scheduler = Scheduler(FakeSpec(EngineConfig((4,), 4, (chunks,), loads_within_step=True)))
@@ -240,6 +255,11 @@ def test_a_hit_that_needs_no_block_is_no_load() -> None:
     meta = idle_step(scheduler)
     assert not meta.loads_within_step
     assert meta.failed_loads == {"r1": []}, "the workers report the request as received"
+    assert scheduler.get_stats()["connector"]["hits_shrunk"] == 0
+    assert not caplog.text
+    scheduler.update_connector_output(finished(finished_recving={"r1"}))
+    assert scheduler.states["r1"].may_load
+    assert scheduler.states["r1"].groups[0].cursor == 4, "what is held is not stored again"
 
 
 def test_a_block_that_is_lost_ends_the_engine_rather_than_be_computed_with() -> None:

@@ -157,6 +157,11 @@ class LoadPlanner:
         tails = self._search.tails.keys(state, end) if self._search.tails is not None else []
         parts = [self._part(state, group, computed, end, tails) for group in self._groups]
         keys = list(chain.from_iterable(part.keys for part in parts))
+        if not (keys or tails or any(self._search.needed(state.keys, computed, end))):  # at the border of a chunk
+            self._failed[state.ctx.req_id] = []
+            self.has_orders = True
+            self._advance(state, end)
+            return ()
         measured = parts[self._search.measure.group_idx].keys
         source, held = self._pin(state, keys, parts)
         if is_within_step and (source is None or held < len(keys)):
@@ -174,9 +179,7 @@ class LoadPlanner:
             else:
                 invalid = []
             self._queue(state, source, keys, parts, computed, is_within_step=is_within_step)
-            if not state.request_level:
-                for group, group_state in zip(self._groups, state.groups, strict=True):
-                    group_state.cursor = max(group_state.cursor, end // group.offloaded_block_size)
+            self._advance(state, end)
         else:
             end = computed
         if invalid or source is None:
@@ -256,6 +259,12 @@ class LoadPlanner:
             keys = [*group_state.keys[first : last - 1], tails[group.group_idx]] if has_last else []
             return _Part(first, table[first:last], keys)
         return _Part(first, table[first:last], group_state.keys[first // factor : -(-last // factor)])
+
+    def _advance(self, state: RequestState, end: int) -> None:
+        """Begin the stores of a request behind its hit of ``end`` tokens, whose blocks are held."""
+        if not state.request_level:
+            for group, group_state in zip(self._groups, state.groups, strict=True):
+                group_state.cursor = max(group_state.cursor, end // group.offloaded_block_size)
 
     def _pin(
         self, state: RequestState, keys: list[OffloadKey], parts: Sequence[_Part]

@@ -93,13 +93,15 @@ class StepLoads:
     def _is_probe(self, blocks: int) -> bool:
         """Return True if a hit beyond the budget is loaded within the step to measure the copy."""
         if blocks <= PROBE_BLOCKS and not self._planned:
-            self._unmeasured = (self._unmeasured + 1) % PROBE_EVERY
-            return not self._unmeasured
+            self._unmeasured += 1
+            return self._unmeasured >= PROBE_EVERY
         return False
 
     def add(self, blocks: int) -> None:
         """Record blocks that are loaded within the present step."""
         self._planned += blocks
+        if self._planned > self._budget:
+            self._unmeasured = 0  # not before: the engine may have had no blocks for the hit
 
     def end_step(self) -> None:
         """Begin with the next step."""
