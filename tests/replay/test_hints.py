@@ -63,11 +63,11 @@ def test_a_session_that_is_expected_stays_before_one_used_later() -> None:
 def test_a_share_of_the_sessions_sends_hints() -> None:
     trace = [request(number, [1000 + number, 2000 + number]) for number in range(400)]
     trace += [request(500 + number, [1000 + number, 2000 + number, 3000 + number]) for number in range(400)]
-    half = read(trace, 0.5)
+    half, again, none = read(trace, 0.5), read(trace, 0.5), read(trace, 0.0)
     assert 150 < sum(half.of(number) is not NO_HINTS for number in range(400)) < 250
-    assert [half.of(number) for number in range(800)] == [read(trace, 0.5).of(number) for number in range(800)]
+    assert [half.of(number) for number in range(800)] == [again.of(number) for number in range(800)]
     assert not any(half.of(number).released for number in range(400))
-    assert all(read(trace, 0.0).of(number) is NO_HINTS for number in range(800))
+    assert all(none.of(number) is NO_HINTS for number in range(800))
 
 
 def test_hints_that_lie_release_what_goes_on_and_expect_what_is_over() -> None:
