@@ -31,15 +31,13 @@ from tiering.api.units import format_bytes as format_bytes
 from tiering.block_tier.definition import TierDefinition as TierDefinition
 from tiering.block_tier.tier import BlockTier as BlockTier
 from tiering.epochs.described import DESCRIBED as DESCRIBED
-from tiering.epochs.described import described_namespace as described_namespace
 from tiering.epochs.documents import EPOCHS as EPOCHS
 from tiering.epochs.documents import LEASES as LEASES
+from tiering.epochs.documents import hint_namespace as hint_namespace
 from tiering.epochs.hot_keys import HOT as HOT
 from tiering.epochs.hot_keys import HOT_SECONDS as HOT_SECONDS
-from tiering.epochs.hot_keys import hot_namespace as hot_namespace
 from tiering.epochs.speeds import SPEED_SECONDS as SPEED_SECONDS
 from tiering.epochs.speeds import SPEEDS as SPEEDS
-from tiering.epochs.speeds import speeds_namespace as speeds_namespace
 from tiering.index.shared import SharedIndex as SharedIndex
 from tiering.index.shared import parse_place as parse_place
 from tiering.index.slots import SlotIndex as SlotIndex
@@ -69,6 +67,7 @@ from tiering.medium.frame import SEQUENCE as SEQUENCE
 from tiering.medium.frame import CorruptReason as CorruptReason
 from tiering.medium.frame import FrameHeader as FrameHeader
 from tiering.medium.frame import parse_header as parse_header
+from tiering.medium.sealed import SealedLayout as SealedLayout
 from tiering.medium.side import IoSide as IoSide
 from tiering.medium.side import IoTask as IoTask
 from tiering.runtime.flag import Flag as Flag

@@ -12,10 +12,10 @@ from tiering.epochs.described import (
     MAX_BYTES,
     MAX_CONTENT,
     described_document,
-    described_namespace,
     pack,
     parse,
 )
+from tiering.epochs.documents import hint_namespace
 
 NAMESPACE = make_namespace().with_epoch(b"e" * 16)
 
@@ -53,6 +53,6 @@ def test_no_changed_byte_is_read() -> None:
 
 
 def test_names_hold_the_namespace() -> None:
-    assert described_namespace(described_document(NAMESPACE, 3)) == NAMESPACE.directory
-    for name in ("described-", f"hot-{NAMESPACE.directory}-03", "described-x-03"):
-        assert described_namespace(name) is None
+    assert hint_namespace(described_document(NAMESPACE, 3)) == NAMESPACE.directory
+    for name in ("described-", f"hot-{NAMESPACE.directory}-03", f"described-{NAMESPACE.directory}-3", "described-x-03"):
+        assert hint_namespace(name) is None

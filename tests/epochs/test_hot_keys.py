@@ -9,13 +9,13 @@ from xxhash import xxh3_128
 
 from tests.block_tier.fakes import make_namespace
 from tiering.api.keys import OffloadKey, make_offload_key
+from tiering.epochs.documents import hint_namespace
 from tiering.epochs.hot_keys import (
     HOT_SECONDS,
     LONGEST_RUN,
     MAX_BYTES,
     hot_document,
     hot_documents,
-    hot_namespace,
     pack,
     parse,
     runs_of,
@@ -139,5 +139,5 @@ def test_the_name_holds_the_namespace_and_tells_engines_apart() -> None:
     one, two = hot_document(NAMESPACE, "one"), hot_document(NAMESPACE, "two")
     assert one != two
     assert one.startswith(hot_documents(NAMESPACE))
-    assert hot_namespace(one) == NAMESPACE.directory
-    assert hot_namespace(f"epoch-{NAMESPACE.directory}") is None
+    assert hint_namespace(one) == NAMESPACE.directory
+    assert hint_namespace(f"epoch-{NAMESPACE.directory}") is None

@@ -9,13 +9,13 @@ import pytest
 from xxhash import xxh3_128
 
 from tests.block_tier.fakes import make_namespace
+from tiering.epochs.documents import hint_namespace
 from tiering.epochs.speeds import (
     DOCUMENT_BYTES,
     SPEED_SECONDS,
     pack,
     parse,
     speeds_document,
-    speeds_namespace,
 )
 from tiering.secondary.speeds import Speeds
 
@@ -69,7 +69,7 @@ def test_speeds_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -
 
 
 def test_names_hold_the_namespace() -> None:
-    assert speeds_namespace(speeds_document(NAMESPACE, "machine")) == NAMESPACE.directory
+    assert hint_namespace(speeds_document(NAMESPACE, "machine")) == NAMESPACE.directory
     assert speeds_document(NAMESPACE, "machine") != speeds_document(NAMESPACE, "another machine")
-    for name in ("speeds-", f"hot-{NAMESPACE.directory}-{'0' * 16}", f"speeds-x-{'0' * 16}"):
-        assert speeds_namespace(name) is None
+    for name in ("speeds-", f"speed-{NAMESPACE.directory}-{'0' * 16}", f"speeds-x-{'0' * 16}"):
+        assert hint_namespace(name) is None

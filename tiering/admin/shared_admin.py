@@ -10,10 +10,10 @@ from tiering.admin.namespaces import known_namespaces, namespace_of
 from tiering.admin.records import Collected, KnownNamespace, StoredBlock
 from tiering.admin.tier_admin import TierAdmin
 from tiering.api.namespace import Namespace
-from tiering.epochs.documents import LEASES
+from tiering.epochs.documents import LEASES, hint_namespace
 from tiering.epochs.driver import SURE_SECONDS, begin_common
-from tiering.epochs.hot_keys import HOT, HOT_SECONDS, hot_namespace
-from tiering.epochs.speeds import SPEEDS, speeds_namespace
+from tiering.epochs.hot_keys import HOT, HOT_SECONDS
+from tiering.epochs.speeds import SPEEDS
 from tiering.errors import StoreError, TemporaryStoreError
 from tiering.index.shared import parse_place
 from tiering.medium.block_store import BlockStore
@@ -67,7 +67,8 @@ class SharedAdmin(TierAdmin):
 
     async def namespaces(self) -> list[KnownNamespace]:
         ages = await asyncio.to_thread(self.document_ages)
-        self.hot_keys = sum(hot_namespace(name) is not None and age < HOT_SECONDS for name, age in ages.items())
+        published = [name for name, age in ages.items() if name.startswith(HOT) and age < HOT_SECONDS]
+        self.hot_keys = sum(hint_namespace(name) is not None for name in published)
         fresh = [name for name, age in ages.items() if name.startswith(LEASES) and age < self._lease_seconds]
         names = [name for name in ages if namespace_of(name) is not None and not name.startswith(LEASES)]
         limit = asyncio.Semaphore(READS)
@@ -93,9 +94,9 @@ class SharedAdmin(TierAdmin):
         return cleared
 
     def _clear_hints(self, namespace: str) -> None:
-        for prefix, namespace_of_name in ((HOT, hot_namespace), (SPEEDS, speeds_namespace)):
+        for prefix in (HOT, SPEEDS):
             for name in self._store.list_documents(prefix):
-                if namespace_of_name(name) == namespace:
+                if hint_namespace(name) == namespace:
                     self._store.remove_document(name)
 
     def expected_key(self, block: StoredBlock) -> bytes | None:

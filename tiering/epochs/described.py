@@ -7,12 +7,8 @@ document is a hint and never trusted: it describes names of blocks, and only blo
 
 from __future__ import annotations
 
-import re
-import struct
-
-from xxhash import xxh3_128
-
 from tiering.api.namespace import Namespace
+from tiering.medium.sealed import SealedLayout
 
 DESCRIBED = "described-"
 """Prefix of the names of all documents that describe blocks."""
@@ -23,24 +19,14 @@ MAX_BYTES = 1 << 20
 MOST_SLOTS = 64
 """Largest number of documents of one namespace."""
 
-_NAME = re.compile(rf"{DESCRIBED}([0-9a-f]{{32}})-[0-9]{{2}}")
-_LAYOUT = struct.Struct("<8sHH4x16sQ")
-_MAGIC = b"KVTDESCR"
-_VERSION = 1
-_DIGEST_BYTES = 16
-MAX_CONTENT = MAX_BYTES - _LAYOUT.size - _DIGEST_BYTES
+_LAYOUT = SealedLayout(b"KVTDESCR\x01\x00", "6x16sQ")
+MAX_CONTENT = MAX_BYTES - _LAYOUT.size
 """Largest content of a document in bytes."""
 
 
 def described_document(namespace: Namespace, slot: int) -> str:
     """Return the name of the document in ``slot``, a number below :data:`MOST_SLOTS`."""
     return f"{DESCRIBED}{namespace.directory}-{slot:02d}"
-
-
-def described_namespace(name: str) -> str | None:
-    """Return the namespace that the name of such a document holds, as 32 hex digits; None for other names."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else match[1]
 
 
 def pack(namespace: Namespace, number: int, content: bytes) -> bytes:
@@ -51,8 +37,7 @@ def pack(namespace: Namespace, number: int, content: bytes) -> bytes:
         number: number of the document; a later one has a larger number.
         content: the descriptions, :data:`MAX_CONTENT` bytes at most.
     """
-    body = _LAYOUT.pack(_MAGIC, _VERSION, 0, namespace.fingerprint, number) + content
-    return body + xxh3_128(body).digest()
+    return _LAYOUT.pack(namespace.fingerprint, number, content=content)
 
 
 def parse(data: bytes, namespace: Namespace) -> tuple[int, bytes] | None:
@@ -62,10 +47,7 @@ def parse(data: bytes, namespace: Namespace) -> tuple[int, bytes] | None:
         data: bytes of the document, of any origin.
         namespace: namespace in the present epoch.
     """
-    if not _LAYOUT.size + _DIGEST_BYTES <= len(data) <= MAX_BYTES:
+    if len(data) > MAX_BYTES or (found := _LAYOUT.parse(data)) is None:
         return None
-    magic, version, _, fingerprint, number = _LAYOUT.unpack_from(data)
-    body = data[:-_DIGEST_BYTES]
-    if (magic, version, fingerprint) != (_MAGIC, _VERSION, namespace.fingerprint):
-        return None
-    return (number, body[_LAYOUT.size :]) if xxh3_128(body).digest() == data[-_DIGEST_BYTES:] else None
+    (fingerprint, number), content = found
+    return (number, content) if fingerprint == namespace.fingerprint else None

@@ -18,15 +18,15 @@ all processes with the same text are in the same one.
 
 from __future__ import annotations
 
+import re
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from xxhash import xxh3_128
-
 from tiering.api.namespace import EPOCH_BYTES, NO_EPOCH, Namespace, revision_digest
+from tiering.medium.sealed import SealedLayout
 
 PARAMETERS = "namespace-"
 """Prefix of the names of all documents with parameters."""
@@ -35,18 +35,17 @@ EPOCHS = "epoch-"
 
 LEASES = "lease-"
 
-_LAYOUT = struct.Struct("<8sHH4x16s16s16s")
+_FIELDS = "H4x16s16s16s"
+_LAYOUT = SealedLayout(b"KVTEPOCH\x01\x00", _FIELDS)
+_LAYOUT_WITH_COMMON = SealedLayout(b"KVTEPOCH\x02\x00", _FIELDS)
+"""Layout of documents with common epochs; an older release takes such a document for damaged."""
 _COMMON = struct.Struct("<16s16s")
-_MAGIC = b"KVTEPOCH"
-_VERSION = 1
-_VERSION_WITH_COMMON = 2
-"""Version of documents with common epochs; an older release takes such a document for damaged."""
 MAX_COMMON = 32
 """Maximum number of common epochs in one document."""
 MAX_REMEMBERED = 64
 """Maximum number of invalidations that the document of a medium of its own remembers, the last ones."""
 _PRIVATE = 1
-_DIGEST_BYTES = 16
+_HINT = re.compile(r"(?:hot|speeds)-([0-9a-f]{32})-[0-9a-f]{16}|described-([0-9a-f]{32})-[0-9]{2}")
 
 
 def epoch_document(namespace: Namespace, number: int = 0) -> str:
@@ -68,6 +67,15 @@ def parameters_document(namespace: Namespace) -> str:
 def lease_document(namespace: Namespace) -> str:
     """Return the name of the lease on the epoch of ``namespace``; while fresh, a process uses that epoch."""
     return f"{LEASES}{namespace.directory}-{namespace.fingerprint.hex()}"
+
+
+def hint_namespace(name: str) -> str | None:
+    """Return the namespace in the name of a document of hints, as 32 hex digits; None for other names.
+
+    Hints are hot keys, speeds and descriptions.
+    """
+    match = _HINT.fullmatch(name)
+    return None if match is None else match[1] or match[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +132,21 @@ class EpochDocument:
         flags = _PRIVATE if self.private else 0
         # A pair of equal identifiers is an invalidation. Releases that do not know them keep such pairs as they are.
         pairs = [*self.common, *((mark, mark) for mark in self.invalidations)]
-        version = _VERSION_WITH_COMMON if pairs else _VERSION
-        body = _LAYOUT.pack(_MAGIC, version, flags, self.base, self.epoch, self.revision)
-        body += b"".join(_COMMON.pack(*pair) for pair in pairs)
-        return body + xxh3_128(body).digest()
+        layout, content = _LAYOUT_WITH_COMMON if pairs else _LAYOUT, b"".join(_COMMON.pack(*pair) for pair in pairs)
+        return layout.pack(flags, self.base, self.epoch, self.revision, content=content)
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the document in ``data``; None if ``data`` is not a valid document."""
-        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if len(body) < _LAYOUT.size or xxh3_128(body).digest() != digest:
+        plain, with_common = _LAYOUT.parse(data), _LAYOUT_WITH_COMMON.parse(data)
+        if (found := plain or with_common) is None:
             return None
-        magic, version, flags, base, epoch, revision = _LAYOUT.unpack_from(body)
-        recorded = body[_LAYOUT.size :]
+        (flags, base, epoch, revision), recorded = found
         if (
-            magic != _MAGIC
-            or version != (_VERSION_WITH_COMMON if recorded else _VERSION)
+            bool(recorded) != (with_common is not None)
             or len(recorded) % _COMMON.size
             or flags not in (0, _PRIVATE)
             or epoch == NO_EPOCH
-            or len(epoch) != EPOCH_BYTES
         ):
             return None
         pairs = list(_COMMON.iter_unpack(recorded))

@@ -7,8 +7,6 @@ that starts looks the keys up as a request would, and every frame is verified. A
 
 from __future__ import annotations
 
-import re
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -17,10 +15,11 @@ from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_hexdigest, xxh3_128
+from xxhash import xxh3_64_hexdigest
 
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.api.namespace import Namespace
+from tiering.medium.sealed import SealedLayout
 
 HOT = "hot-"
 """Prefix of the names of all documents with hot keys."""
@@ -31,11 +30,7 @@ HOT_SECONDS = 600.0
 MAX_BYTES = 512 << 10
 """Largest size of a document in bytes."""
 
-_NAME = re.compile(rf"{HOT}([0-9a-f]{{32}})-[0-9a-f]{{16}}")
-_LAYOUT = struct.Struct("<8sHH4xII16sd")
-_MAGIC = b"KVTHOTKY"
-_VERSION = 1
-_DIGEST_BYTES = 16
+_LAYOUT = SealedLayout(b"KVTHOTKY\x01\x00", "H4xII16sd")
 _RUN_BYTES = 4
 LONGEST_RUN = 64
 """Largest number of keys that :class:`PackedRuns` returns at once."""
@@ -60,12 +55,6 @@ def hot_document(namespace: Namespace, engine: str) -> str:
         engine: any text that other engines do not have.
     """
     return f"{hot_documents(namespace)}{xxh3_64_hexdigest(engine.encode())}"
-
-
-def hot_namespace(name: str) -> str | None:
-    """Return the namespace that the name of such a document holds, as 32 hex digits; None for other names."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else match[1]
 
 
 def runs_of(chains: Sequence[Sequence[OffloadKey]], pause: Callable[[], object] = lambda: time.sleep(0)) -> list[Run]:
@@ -145,7 +134,7 @@ def pack(namespace: Namespace, written: float, runs: Sequence[Run]) -> bytes:
     size = len(runs[0][0]) if runs else 0
     if not 0 < size < 1 << 16:
         return b""
-    left = MAX_BYTES - _LAYOUT.size - _DIGEST_BYTES
+    left = MAX_BYTES - _LAYOUT.size
     lengths: list[int] = []
     keys: list[OffloadKey] = []
     for run in runs:
@@ -157,16 +146,15 @@ def pack(namespace: Namespace, written: float, runs: Sequence[Run]) -> bytes:
             lengths.append(len(chosen))
             keys += chosen
             left -= _RUN_BYTES + len(chosen) * size
-    header = _LAYOUT.pack(_MAGIC, _VERSION, size, len(lengths), len(keys), namespace.fingerprint, written)
-    body = b"".join([header, np.array(lengths, "<u4").tobytes(), *keys])
-    return body + xxh3_128(body).digest()
+    content = b"".join([np.array(lengths, "<u4").tobytes(), *keys])
+    return _LAYOUT.pack(size, len(lengths), len(keys), namespace.fingerprint, written, content=content)
 
 
 class PackedRuns(Sequence[Run]):
     """The runs of one document, cut from its bytes when they are needed; a long run is several ones.
 
     Args:
-        data: the document.
+        data: the content of the document.
         size: length of a key in bytes.
         bounds: positions in ``data`` at which each run starts and ends, in two rows.
     """
@@ -200,20 +188,18 @@ def parse(data: bytes, namespace: Namespace, now: float) -> PackedRuns | None:
         namespace: namespace in the present epoch.
         now: seconds since 1970.
     """
-    if not _LAYOUT.size + _DIGEST_BYTES < len(data) <= MAX_BYTES:
+    if len(data) > MAX_BYTES or (found := _LAYOUT.parse(data)) is None:
         return None
-    magic, version, size, count, total, fingerprint, written = _LAYOUT.unpack_from(data)
-    end = len(data) - _DIGEST_BYTES
-    first = _LAYOUT.size + count * _RUN_BYTES
+    (size, count, total, fingerprint, written), content = found
+    first = count * _RUN_BYTES
     if (
-        (magic, version, fingerprint) != (_MAGIC, _VERSION, namespace.fingerprint)
+        fingerprint != namespace.fingerprint
         or size <= GROUP_BYTES
-        or first + total * size != end
+        or first + total * size != len(content)
         or not abs(now - written) <= HOT_SECONDS
-        or xxh3_128(memoryview(data)[:end]).digest() != data[end:]
     ):
         return None
-    lengths = np.frombuffer(data, "<u4", count, _LAYOUT.size).astype(np.int64)
+    lengths = np.frombuffer(content, "<u4", count).astype(np.int64)
     stops = np.cumsum(lengths)
     if not count or stops[-1] != total or not lengths.all():
         return None
@@ -222,4 +208,4 @@ def parse(data: bytes, namespace: Namespace, now: float) -> PackedRuns | None:
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     starts = np.repeat(stops - lengths, parts) + number * LONGEST_RUN
     ends = np.minimum(starts + LONGEST_RUN, np.repeat(stops, parts))
-    return PackedRuns(data, size, first + np.stack([starts, ends]) * size)
+    return PackedRuns(content, size, first + np.stack([starts, ends]) * size)

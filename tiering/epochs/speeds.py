@@ -7,12 +7,10 @@ written, in every epoch.
 
 from __future__ import annotations
 
-import re
-import struct
-
-from xxhash import xxh3_64_digest, xxh3_128
+from xxhash import xxh3_64_digest
 
 from tiering.api.namespace import Namespace
+from tiering.medium.sealed import SealedLayout
 from tiering.secondary.speeds import Speeds
 
 SPEEDS = "speeds-"
@@ -24,25 +22,15 @@ SPEED_SECONDS = 30 * 86400.0
 MOST_SECONDS = 3600.0
 """Longest duration that a document may have."""
 
-_NAME = re.compile(rf"{SPEEDS}([0-9a-f]{{32}})-[0-9a-f]{{16}}")
-_LAYOUT = struct.Struct("<8sHH4x16s8sd3d")
-_MAGIC = b"KVTSPEED"
-_VERSION = 1
-_DIGEST_BYTES = 16
+_LAYOUT = SealedLayout(b"KVTSPEED\x01\x00", "6x16s8sd3d")
 
-DOCUMENT_BYTES = _LAYOUT.size + _DIGEST_BYTES
+DOCUMENT_BYTES = _LAYOUT.size
 """Size of a document in bytes."""
 
 
 def speeds_document(namespace: Namespace, hardware: str) -> str:
     """Return the name of the document of a namespace and a kind of machine."""
     return f"{SPEEDS}{namespace.directory}-{_hash(hardware).hex()}"
-
-
-def speeds_namespace(name: str) -> str | None:
-    """Return the namespace that the name of such a document holds, as 32 hex digits; None for other names."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else match[1]
 
 
 def pack(namespace: Namespace, hardware: str, written: float, speeds: Speeds) -> bytes:
@@ -54,8 +42,7 @@ def pack(namespace: Namespace, hardware: str, written: float, speeds: Speeds) ->
         written: time of the writing, in seconds since 1970.
         speeds: the speeds.
     """
-    body = _LAYOUT.pack(_MAGIC, _VERSION, 0, namespace.base, _hash(hardware), written, *speeds)
-    return body + xxh3_128(body).digest()
+    return _LAYOUT.pack(namespace.base, _hash(hardware), written, *speeds)
 
 
 def parse(data: bytes, namespace: Namespace, hardware: str, now: float) -> Speeds | None:
@@ -69,11 +56,10 @@ def parse(data: bytes, namespace: Namespace, hardware: str, now: float) -> Speed
         hardware: text that names the kind of machine.
         now: seconds since 1970.
     """
-    body = data[:-_DIGEST_BYTES]
-    if len(data) != DOCUMENT_BYTES or xxh3_128(body).digest() != data[-_DIGEST_BYTES:]:
+    if (found := _LAYOUT.parse(data)) is None:
         return None
-    magic, version, _, base, machine, written, *seconds = _LAYOUT.unpack(body)
-    if (magic, version, base, machine) != (_MAGIC, _VERSION, namespace.base, _hash(hardware)):
+    (base, machine, written, *seconds), rest = found
+    if rest or (base, machine) != (namespace.base, _hash(hardware)):
         return None
     speeds = Speeds(*seconds)
     if not abs(now - written) <= SPEED_SECONDS or not all(0.0 <= value <= MOST_SECONDS for value in speeds):

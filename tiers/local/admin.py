@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -36,13 +37,11 @@ from tiering.tier import (
     StoredBlock,
     TierAdmin,
     TierOptions,
-    described_namespace,
     format_bytes,
-    hot_namespace,
+    hint_namespace,
     known_namespaces,
     namespace_of,
     parse_header,
-    speeds_namespace,
     store_error,
     store_errors,
 )
@@ -245,8 +244,8 @@ class LocalAdmin(TierAdmin):
                 stay in their epoch.
         """
         names = self._documents.names("")
-        self.hot_keys = sum(hot_namespace(name) is not None for name in names)
-        self.descriptions = sum(described_namespace(name) is not None for name in names)
+        self.hot_keys = sum(name.startswith(HOT) and hint_namespace(name) is not None for name in names)
+        self.descriptions = sum(name.startswith(DESCRIBED) and hint_namespace(name) is not None for name in names)
         found = {name: self._documents.read(name) for name in filter(namespace_of, names)}
         return {name: content for name, content in found.items() if content is not None}
 
@@ -357,19 +356,14 @@ class LocalAdmin(TierAdmin):
         """Remove the hints of one namespace, or (None) those without use for any engine."""
         folder = self.directory / "documents"
         with store_errors(f"cannot remove documents in {folder}"):
-            for path in folder.glob(f"{HOT}*"):
-                expired = self.clock() - path.stat().st_mtime >= HOT_SECONDS
-                if expired if namespace is None else hot_namespace(path.name) == namespace:
-                    self._files.unlink(path)
-            for path in folder.glob(f"{SPEEDS}*"):
-                expired = self.clock() - path.stat().st_mtime >= SPEED_SECONDS
-                if expired if namespace is None else speeds_namespace(path.name) == namespace:
-                    self._files.unlink(path)
-            for path in folder.glob(f"{DESCRIBED}*"):
-                named = described_namespace(path.name)
-                unused = named is not None and not (folder / f"{EPOCHS}{named}").exists()
-                if unused if namespace is None else named == namespace:
-                    self._files.unlink(path)
+            for prefix, seconds in ((HOT, HOT_SECONDS), (SPEEDS, SPEED_SECONDS), (DESCRIBED, math.inf)):
+                for path in folder.glob(f"{prefix}*"):
+                    named = hint_namespace(path.name)
+                    unused = self.clock() - path.stat().st_mtime >= seconds
+                    if prefix == DESCRIBED:
+                        unused = named is not None and not (folder / f"{EPOCHS}{named}").exists()
+                    if unused if namespace is None else named == namespace:
+                        self._files.unlink(path)
 
     def _collect(self, limits: Limits, served: set[str], namespace: str | None, dry_run: bool) -> Collected:
         """Remove whole segments: those without a served block, then the oldest ones.

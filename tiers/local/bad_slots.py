@@ -17,10 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from xxhash import xxh3_128_digest
 
 from tiering import DeviceError, StoreError
-from tiering.tier import Chore, Place, RateLimit, store_errors
+from tiering.tier import Chore, Place, RateLimit, SealedLayout, store_errors
 from tiers.local.layout import PAGE
 from tiers.local.store import LocalParts, LocalStore
 
@@ -38,11 +37,9 @@ _RETRY_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _MOST_REMEMBERED = 50_000
 _LOG_PERIOD = 30.0
-_HEADER = struct.Struct("<8sQ")
+_LAYOUT = SealedLayout(b"KVBADSL1", "Q")
 _ENTRY = struct.Struct("<IId")
-_DIGEST_BYTES = 16
 _PATTERN = 0x5A
-_MAGIC = b"KVBADSL1"
 
 
 @dataclass(slots=True)
@@ -60,19 +57,15 @@ def encode(entries: Iterable[tuple[int, int, float]]) -> bytes:
     An entry has the slot, its failures, and the time of the next trial (seconds since 1970).
     """
     parts = [_ENTRY.pack(slot, failures, due) for slot, failures, due in entries]
-    data = _HEADER.pack(_MAGIC, len(parts)) + b"".join(parts)
-    return data + xxh3_128_digest(data)
+    return _LAYOUT.pack(len(parts), content=b"".join(parts))
 
 
 def decode(document: bytes) -> list[tuple[int, int, float]] | None:
     """Return the entries of a document; None if the document is not entirely valid. Never raises."""
-    data, digest = document[:-_DIGEST_BYTES], document[-_DIGEST_BYTES:]
-    if len(data) < _HEADER.size or xxh3_128_digest(data) != digest:
+    if (found := _LAYOUT.parse(document)) is None:
         return None
-    magic, count = _HEADER.unpack_from(data)
-    if magic != _MAGIC or len(data) != _HEADER.size + count * _ENTRY.size:
-        return None
-    return list(_ENTRY.iter_unpack(data[_HEADER.size :]))
+    (count,), entries = found
+    return list(_ENTRY.iter_unpack(entries)) if len(entries) == count * _ENTRY.size else None
 
 
 def exercise(store: LocalStore, slot: int) -> None:

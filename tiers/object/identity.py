@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xxhash import xxh3_128
-
 from tiering import PermanentStoreError, StoreError, TemporaryStoreError
-from tiering.tier import Finding, Severity
+from tiering.tier import Finding, SealedLayout, Severity
 from tiers.object.bucket_options import IDENTITY
 
 if TYPE_CHECKING:
@@ -40,10 +37,7 @@ REFUSED_SECONDS = 600.0
 SUBJECT = "bucket identifier"
 
 _COMPARE = "all machines of a fleet must find the same: compare, if they do not share blocks"
-_LAYOUT = struct.Struct("<8sHxxxxxx16s")
-_MAGIC = b"KVBUCKET"
-_VERSION = 1
-_DIGEST_BYTES = 16
+_LAYOUT = SealedLayout(b"KVBUCKET\x01\x00", "6x16s")
 _ID_BYTES = 16
 
 
@@ -65,19 +59,14 @@ class Identity:
 
 
 def pack(number: bytes) -> bytes:
-    """Return the bytes of a document, with a checksum at the end."""
-    body = _LAYOUT.pack(_MAGIC, _VERSION, number)
-    return body + xxh3_128(body).digest()
+    """Return the bytes of a document."""
+    return _LAYOUT.pack(number)
 
 
 def parse(data: bytes) -> bytes | None:
     """Return the number in ``data``; None if ``data`` is not a valid document."""
-    if len(data) != _LAYOUT.size + _DIGEST_BYTES:
-        return None
-    body, digest = data[: _LAYOUT.size], data[_LAYOUT.size :]
-    magic, version, number = _LAYOUT.unpack(body)
-    valid = magic == _MAGIC and version == _VERSION and xxh3_128(body).digest() == digest
-    return bytes(number) if valid else None
+    found = _LAYOUT.parse(data)
+    return None if found is None or found[1] else bytes(found[0][0])
 
 
 def find_identity(store: ObjectStore, create: Callable[[str], bool]) -> Identity | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from typing import Protocol, Self
 from xxhash import xxh3_128
 
 from tiering import PermanentStoreError
-from tiering.tier import HOT, HOT_SECONDS, SPEED_SECONDS, SPEEDS, Place, RawBlock, Settlement
+from tiering.tier import HOT, HOT_SECONDS, SPEED_SECONDS, SPEEDS, Place, RawBlock, SealedLayout, Settlement
 from tiers.object.bucket_options import SETTLEMENTS, SUSPECTS
 
 APART = 60.0
@@ -62,10 +61,7 @@ A machine that damages all that it reads must not copy the bucket.
 SECOND_NAME_SECONDS = 3600.0
 """Seconds for which a second name is used."""
 
-_LAYOUT = struct.Struct("<8sHxxxxxx16s16s16s8s8s8s")
-_MAGIC = b"KVSUSPCT"
-_VERSION = 1
-_DIGEST_BYTES = 16
+_LAYOUT = SealedLayout(b"KVSUSPCT\x01\x00", "6x16s16s16s8s8s8s")
 _UNKNOWN = bytes(8)
 
 _MACHINE_FILES = ("/etc/machine-id", "/proc/sys/kernel/random/boot_id")
@@ -121,19 +117,15 @@ class Note:
 
     def pack(self) -> bytes:
         """Return the bytes of the document, with a checksum at the end."""
-        body = _LAYOUT.pack(_MAGIC, _VERSION, self.place, self.version, self.content, *self.machine.names)
-        return body + xxh3_128(body).digest()
+        return _LAYOUT.pack(self.place, self.version, self.content, *self.machine.names)
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the note in ``data``; None if ``data`` is not a valid note."""
-        if len(data) != _LAYOUT.size + _DIGEST_BYTES:
+        if (found := _LAYOUT.parse(data)) is None or found[1]:
             return None
-        body, digest = data[: _LAYOUT.size], data[_LAYOUT.size :]
-        magic, version, place, object_version, content, *names = _LAYOUT.unpack(body)
-        if magic != _MAGIC or version != _VERSION or xxh3_128(body).digest() != digest:
-            return None
-        return cls(place, object_version, content, Machine((names[0], names[1], names[2])))
+        place, version, content, *names = found[0]
+        return cls(place, version, content, Machine((names[0], names[1], names[2])))
 
 
 class NoteStore(Protocol):
