@@ -31,6 +31,7 @@ class FakeEngine:
     weights: str = START
     generation: int = 1
     jobs: int = 0
+    tier: str = "local"
     counts: EngineCounts = field(default_factory=EngineCounts)
     leaving: bool = False
     behind: bool = False

@@ -18,6 +18,8 @@ class Engine(Protocol):
 
     name: str
     """Name of the connection, which precedes those of its requests."""
+    tier: str
+    """Name of the tier that the engine uses over this connection."""
     first_row: int
     """Number of the engine's first row among all rows."""
     num_rows: int

@@ -14,6 +14,7 @@ from tiering.errors import TieringError
 from tiering.machine.engine_jobs import Engine, EngineJob
 from tiering.machine.hosted import HostedTier
 from tiering.machine.messages import MessageError
+from tiering.machine.options import PEERS_TIER
 from tiering.machine.peer_rows import PeerRows
 from tiering.machine.presence import PresenceTable
 from tiering.machine.rows import RowSpace
@@ -51,8 +52,9 @@ def _epoch(tier: SecondaryTierManager) -> str:
 
 
 def _load_held(hosted: HostedTier, job: EngineJob, positions: Sequence[int], held: list[int]) -> None:
-    """Let a tier load those of some blocks that it holds, and note their positions in ``held``."""
-    held += [position for position in positions if hosted.tier.lookup(job.keys[position], job.request)]
+    """Let a tier load those of some blocks that it may hold, and note their positions in ``held``."""
+    blind = is_shared(hosted.tier)
+    held += [position for position in positions if blind or hosted.tier.lookup(job.keys[position], job.request)]
     if held:
         hosted.load(job, held)
 
@@ -60,8 +62,6 @@ def _load_held(hosted: HostedTier, job: EngineJob, positions: Sequence[int], hel
 class Member(Engine, Protocol):
     """One connection of an engine, as its namespace uses it."""
 
-    tier: str
-    """Name of the tier."""
     hosted: HostedTier | None
     """The tier that the engine uses."""
 
@@ -158,9 +158,9 @@ class HostedNamespace:
                     state,
                     generation,
                 )
-            for hosted in tiers.values():
-                if isinstance(hosted.tier, PeerRows):
-                    hosted.pass_on = self._pass_on
+            for name, hosted in tiers.items():
+                if PEERS_TIER in tiers:
+                    hosted.pass_on = partial(self._pass_on, name)
                 hosted.tier.open(self._clock() + _OPEN_SECONDS)
             undo.pop_all()
             self._news.enter_context(news.listening(self._wake))
@@ -249,23 +249,30 @@ class HostedNamespace:
                 peer.hosted, peer.generation = self.tiers[peer.tier], -1
                 peer.hosted.engines.append(peer)
 
-    def _pass_on(self, job: EngineJob, positions: Sequence[int]) -> Sequence[int]:
-        """Let the disk load blocks that were not in other engines' rows any more.
+    def _pass_on(self, last: str, job: EngineJob, positions: Sequence[int]) -> Sequence[int]:
+        """Let the next tier load blocks that were not in other engines' rows any more.
+
+        A tier whose medium is shared tries without being asked first: the answer would take as long as the read.
 
         Args:
-            job: job that wants the blocks.
+            last: name of the tier that could not load the blocks.
+            job: job that wants them.
             positions: their positions in it.
 
         Returns:
-            The positions of the blocks that no tier is known to hold.
+            The positions of the blocks that no further tier may hold, or all if the job is not one for others' rows.
         """
-        for name, hosted in self.tiers.items():
-            if name in self.broken or is_shared(hosted.tier) or isinstance(hosted.tier, PeerRows):
+        if job.engine.tier != PEERS_TIER:
+            return positions
+        names = list(self.tiers)
+        behind = names[names.index(last) + 1 :] if last != PEERS_TIER else names
+        for name in behind:
+            hosted = self.tiers[name]
+            if not positions or name in self.broken or name == PEERS_TIER or not hosted.attached(job.engine):
                 continue
-            if hosted.attached(job.engine):
-                held: list[int] = []
-                self.guarded(hosted, partial(_load_held, hosted, job, positions, held))
-                positions = [position for position in positions if position not in held]
+            taken: list[int] = []
+            self.guarded(hosted, partial(_load_held, hosted, job, positions, taken))
+            positions = [position for position in positions if position not in taken]
         return positions
 
     def close_tiers(self, deadline: float) -> bool:
