@@ -125,6 +125,49 @@ def test_a_table_that_gets_no_memory_goes_on(
     assert len(held(reader, range(MANY))) == MANY
 
 
+def test_a_table_grows_a_part_with_each_call_and_is_written_meanwhile(
+    table: PresenceTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once would hold the service's thread for half a second with tens of millions of blocks."""
+    monkeypatch.setattr("tiering.machine.presence._LEAST_GROWN", 1)
+    monkeypatch.setattr("tiering.machine.presence._GROWN_PER_KEY", 2)
+    reader, rng, known = Presence(table.fd), random.Random(7), set[int]()
+    allocated: list[int] = []
+    allocate = os.posix_fallocate
+
+    def counted(fd: int, offset: int, count: int) -> None:
+        allocated.append(count)
+        allocate(fd, offset, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", counted)
+    states, halves = set[int](), 0
+    for first in range(0, MANY, 4):
+        table.stored([key_of(number) for number in range(first, first + 4)])
+        known.update(range(first, first + 4))
+        gone = rng.sample(sorted(known), 1)
+        table.removed([key_of(number) for number in gone])
+        known.difference_update(gone)
+        states.add(reader._words[1] & 0xFF)
+        halves += table._grown is not None
+        assert reader.leading([key_of(number) for number in sorted(known)]) == len(known)
+    assert not held(reader, range(MANY)) ^ known
+    assert (len(states), halves > 16, max(allocated)) == (3, True, 8 * BUCKET * 8)
+
+
+def test_a_clear_while_a_table_grows_begins_anew(table: PresenceTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, keys = Presence(table.fd), [key_of(number) for number in range(MANY)]
+    with monkeypatch.context() as slow:
+        slow.setattr("tiering.machine.presence._LEAST_GROWN", 1)
+        slow.setattr("tiering.machine.presence._GROWN_PER_KEY", 0)
+        table.stored(keys[:310])
+        table.stored(keys[310:320])
+        assert table._grown == 2
+    table.clear()
+    assert not held(reader, range(MANY))
+    table.stored(keys)
+    assert len(held(reader, range(MANY))) == MANY
+
+
 def test_no_state_leads_out_of_the_file(table: PresenceTable) -> None:
     reader, keys = Presence(table.fd), [key_of(number) for number in range(FEW)]
     table.stored(keys)

@@ -8,7 +8,8 @@ that a table, and the next one of twice the size, have room of their own::
     page 0          bucket 64            128                       256
     | magic, state  | table of 64        | table of 128            | ...
 
-The service's thread alone writes. A table grows at a load of 0.6: the next one is complete before the state names it.
+The service's thread alone writes. A table grows at a load of 0.6, a part with each call: what is noted meanwhile enters
+both tables where the next one has the bucket already. The next one is complete before the state names it.
 A clear changes the seed, which makes all marks unrecognizable, and returns to the first table. Engines map the file
 for reading; the kernel refuses any other map (F_SEAL_FUTURE_WRITE).
 
@@ -56,7 +57,9 @@ _BITS = 8
 _SEED_BYTES = 7
 _ADD_SEALS, _GET_SEALS, _SEAL, _SHRINK, _FUTURE_WRITE = 1033, 1034, 0x1, 0x2, 0x10
 _AT_ONCE = 256
-_GROWN_AT_ONCE = 1 << 14
+_GROWN_PER_KEY, _LEAST_GROWN = 16, 1 << 10
+"""Buckets that grow with each key that is noted, and at least with each call."""
+
 _bucket = struct.Struct("8Q").unpack_from
 _CHOICES = np.array([[0], [32]], np.uint64)
 """Bits of a mark from which on it names its buckets."""
@@ -160,18 +163,23 @@ class PresenceTable:
 
     def stored(self, keys: Sequence[OffloadKey]) -> None:
         """Note that the tier holds ``keys``."""
-        for key in keys:
-            if self._count >= MOST_LOAD * BUCKET * self._size and self._grows:
-                self._grow()
-            mark = _mark(key, self._seed)
-            first, second = self._choices(mark)
-            one, two = _bucket(self._map, first * _BUCKET_BYTES), _bucket(self._map, second * _BUCKET_BYTES)
-            if mark in one or mark in two:
-                continue
-            bucket, marks = (first, one) if one.count(0) >= two.count(0) else (second, two)
-            if 0 in marks:  # else both are full, and the block is a miss
-                self._words[BUCKET * bucket + marks.index(0)] = mark
-                self._count += 1
+        for first in range(0, len(keys), _AT_ONCE):
+            part = keys[first : first + _AT_ONCE]
+            is_due = self._count + len(part) >= MOST_LOAD * BUCKET * self._size
+            if self._grown is not None or (is_due and self._grows):
+                self._grow(max(_LEAST_GROWN, _GROWN_PER_KEY * len(part)))
+            for key in part:
+                self._note(_mark(key, self._seed))
+
+    def _note(self, mark: int) -> None:
+        first, second = self._choices(mark)
+        one, two = _bucket(self._map, first * _BUCKET_BYTES), _bucket(self._map, second * _BUCKET_BYTES)
+        if mark in one or mark in two:
+            return
+        bucket, marks = (first, one) if one.count(0) >= two.count(0) else (second, two)
+        if 0 in marks:  # else both are full, and the block is a miss
+            self._set(bucket, marks.index(0), mark, mark)
+            self._count += 1
 
     def removed(self, keys: Sequence[OffloadKey]) -> None:
         """Note that the tier does not hold ``keys`` any more."""
@@ -180,14 +188,28 @@ class PresenceTable:
             for bucket in self._choices(mark):
                 marks = _bucket(self._map, bucket * _BUCKET_BYTES)
                 if mark in marks:
-                    self._words[BUCKET * bucket + marks.index(mark)] = 0
+                    self._set(bucket, marks.index(mark), mark, 0)
                     self._count -= 1
                     break
+
+    def _set(self, bucket: int, place: int, mark: int, word: int) -> None:
+        """Write ``word`` at a place of a bucket for ``mark``, also in the next table if that has the bucket."""
+        self._words[BUCKET * bucket + place] = word
+        if self._grown is not None and bucket - self._size < self._grown:
+            self._words[BUCKET * self._next_of(bucket, mark) + place] = word
+
+    def _next_of(self, bucket: int, mark: int) -> int:
+        """Return the bucket of the next table to which ``mark`` goes from a bucket of the present one."""
+        home = bucket - self._size
+        by = mark if mark & (self._size - 1) == home else mark >> 32
+        return 2 * self._size + home + self._size * bool(by & self._size)
 
     def clear(self) -> None:
         """Note that the tier holds nothing; the cost does not depend on what it held."""
         self._seed = secrets.randbits(8 * _SEED_BYTES)
         self._count, self._size, self._grows = 0, 1 << FIRST_BITS, True
+        self._grown: int | None = None
+        """Buckets that the next table has, of those of the present one; None: it is not being made."""
         self._buckets[self._size : 2 * self._size] = 0
         self._words[_STATE_AT] = self._seed << _BITS | FIRST_BITS
 
@@ -202,25 +224,29 @@ class PresenceTable:
         mask = self._size - 1
         return mark & mask | self._size, mark >> 32 & mask | self._size
 
-    def _grow(self) -> None:
-        """Enter the marks into a table of twice the size, each at its old place in one of two buckets."""
-        size, bits = self._size, self._size.bit_length()
+    def _grow(self, count: int) -> None:
+        """Enter the marks of ``count`` buckets into a table of twice the size, each at its old place.
+
+        All at once would take the thread half a second for tens of millions of blocks.
+        """
+        size, bits, start = self._size, self._size.bit_length(), self._grown or 0
+        end = min(size, start + count)
         try:
             if bits > MOST_BITS:
                 raise RegionError("it has its largest size")
-            os.posix_fallocate(self.fd, 2 * size * _BUCKET_BYTES, 2 * size * _BUCKET_BYTES)
+            for first in (2 * size, 3 * size):
+                os.posix_fallocate(self.fd, (first + start) * _BUCKET_BYTES, (end - start) * _BUCKET_BYTES)
         except (OSError, RegionError) as error:
             _log.warning("tier %s: the table of its blocks cannot grow, so engines miss some: %s", self._name, error)
-            self._grows = False
+            self._grows, self._grown = False, None
             return
-        old, new = self._buckets[size : 2 * size], self._buckets[2 * size : 4 * size]
-        mask, bit = np.uint64(size - 1), np.uint64(bits - 1)
-        for first in range(0, size, _GROWN_AT_ONCE):
-            part = slice(first, min(size, first + _GROWN_AT_ONCE))
-            marks, home = old[part], np.arange(part.start, part.stop, dtype=np.uint64)[:, None]
-            by = np.where(marks & mask == home, marks, marks >> _CHOICES[1])
-            upper = (by >> bit & np.uint64(1)).astype(np.bool_)
-            new[part] = np.where(upper, 0, marks)
-            new[size + part.start : size + part.stop] = np.where(upper, marks, 0)
-        self._size = 2 * size
-        self._words[_STATE_AT] = self._seed << _BITS | bits
+        marks = self._buckets[size + start : size + end]
+        home = np.arange(start, end, dtype=np.uint64)[:, None]
+        by = np.where(marks & np.uint64(size - 1) == home, marks, marks >> _CHOICES[1])
+        upper = (by & np.uint64(size)).astype(np.bool_)
+        self._buckets[2 * size + start : 2 * size + end] = np.where(upper, 0, marks)
+        self._buckets[3 * size + start : 3 * size + end] = np.where(upper, marks, 0)
+        self._grown = end
+        if end == size:
+            self._size, self._grown = 2 * size, None
+            self._words[_STATE_AT] = self._seed << _BITS | bits
