@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.fake_s3 import FakeS3
 from tests.machine.engines import PATIENCE, SmallEngine, content, key_of
 from tests.machine.hosts import service_in_thread, stack_of
 from tests.machine.test_kept_rows import victim_process
@@ -21,6 +23,7 @@ from tiering.api.hints import KeptBlocks
 from tiering.cli.serve import check_service
 from tiering.errors import ConfigError
 from tiering.machine import peer_rows
+from tiering.machine.engine_jobs import EngineJob
 from tiering.machine.namespaces import TierBuilder
 from tiering.machine.options import PEERS_TIER
 from tiering.machine.peer_rows import PeerRows, Source
@@ -54,6 +57,18 @@ def service_with(path: Path, *tiers: dict[str, str], **more: TierBuilder) -> Ite
 def service(tmp_path: Path) -> Iterator[MachineService]:
     with service_with(tmp_path / "cache.sock", MEMORY) as running:
         yield running
+
+
+@pytest.fixture
+def bucket(fake: FakeS3, monkeypatch: pytest.MonkeyPatch) -> FakeS3:
+    """A bucket whose credentials the service in this process has."""
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    return fake
+
+
+def words_of(bucket: FakeS3) -> dict[str, str]:
+    return {"type": "s3", "name": "bucket", "bucket": bucket.bucket, "endpoint_url": bucket.endpoint, "prefix": "kv/"}
 
 
 def engine_of(service: MachineService, tiers: Sequence[str] = TIERS, *, stores: bool = False, **words: Any) -> Any:
@@ -200,6 +215,49 @@ def test_a_row_that_is_taken_in_mid_copy_is_read_from_the_disk_in_the_same_job(
     assert (two.stat("promotions", PEERS_TIER), two.stat("promotions_failed", PEERS_TIER)) == (8, 0)
     assert two.stat("promotions") == 0
     assert peers_of(service).get_stats().promotions_failed == 8
+
+
+def test_a_row_that_is_taken_in_mid_copy_is_read_from_a_bucket_in_the_same_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: FakeS3
+) -> None:
+    """The disk in front of the bucket lacks the blocks; the bucket is not asked what it holds."""
+    monkeypatch.setattr("tiering.machine.regions.LOOK_SECONDS", 1e9)
+    with service_with(tmp_path / "cache.sock", MEMORY, words_of(bucket)) as service:
+        one, two = (engine_of(service, (PEERS_TIER, "bucket"), stores=number == 0) for number in range(2))
+        one.store(BLOCKS)
+        assert are_found(service, one, len(BLOCKS))
+        assert one.stored()
+        bucket.seen.clear()
+        with halves(monkeypatch, taking_all(one)):
+            assert two.load(BLOCKS) == (BLOCKS, [])
+        assert (two.stat("promotions", PEERS_TIER), two.stat("promotions_failed", PEERS_TIER)) == (8, 0)
+        assert two.stat("promotions", "bucket") == 0
+        assert (len(bucket.asked("GET")), bucket.asked("HEAD")) == (len(BLOCKS), [])
+        assert peers_of(service).get_stats().promotions_failed == 8
+
+
+def test_a_block_that_neither_rows_nor_bucket_have_any_more_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: FakeS3
+) -> None:
+    with service_with(tmp_path / "cache.sock", MEMORY, words_of(bucket)) as service:
+        one, two = (engine_of(service, (PEERS_TIER, "bucket")) for _ in range(2))
+        one.store(BLOCKS)
+        assert are_found(service, one, len(BLOCKS))
+        with halves(monkeypatch, taking_all(one)):
+            assert two.load([0]) == ([], [])
+        assert two.stat("promotions_failed", PEERS_TIER) == 1
+
+
+def test_a_block_that_an_engine_wants_from_the_disk_alone_does_not_come_from_the_bucket(
+    tmp_path: Path, bucket: FakeS3
+) -> None:
+    """Its manager asks the tiers itself, in the order of its own stack."""
+    with service_with(tmp_path / "cache.sock", MEMORY, words_of(bucket)) as service:
+        engine_of(service, (PEERS_TIER, "local", "bucket"))
+        (space,) = service._namespaces.values()
+        (disk,) = (peer for peer in space.peers if peer.tier == "local")
+        job = EngineJob(disk, 1, [key_of(0)], [0], ReqContext(""), 1e9, True, False, bytearray(1), 1)
+        assert space.tiers["local"].pass_on(job, [0]) == [0]
 
 
 def test_all_engines_that_wait_for_one_copy_get_the_block_from_the_disk(
@@ -414,6 +472,46 @@ def test_a_tier_that_was_shut_down_leaves_the_notes_to_the_next_one(service: Mac
     assert tier.shutdown(time.monotonic() + PATIENCE)
     region.empty()
     assert Presence(table.fd).leading([key_of(0)]) == 1
+
+
+def test_the_blocks_of_an_emptied_record_are_dropped_a_few_per_step(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Millions at once would take seconds of the service's thread; none is loaded meanwhile."""
+    one, two = owner_of_blocks(service), engine_of(service)
+    tier, region = peers_of(service), service.regions._regions[0]
+    with monkeypatch.context() as during:
+        during.setattr(peer_rows, "DROPPED_PER_STEP", 0)
+        region.empty()
+        service.wake()
+        assert two.load(BLOCKS) == ([], [])
+        one.store(range(100, 108))
+        assert one.settle(lambda: service.regions.blocks == 8)
+        assert tier.get_stats().blocks == 16
+    service.wake()
+    assert are_found(service, two, 8)
+    assert two.load(range(100, 108)) == (list(range(100, 108)), [])
+
+
+@pytest.mark.parametrize(("rows", "changed"), [(6, 24), (24, 3)])
+def test_a_look_for_changed_rows_has_a_bound_and_the_next_goes_on(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch, rows: int, changed: int
+) -> None:
+    monkeypatch.setattr("tiering.machine.regions.LOOK_SECONDS", 1e9)
+    monkeypatch.setattr("tiering.machine.region.LOOK_ROWS", rows)
+    monkeypatch.setattr("tiering.machine.region._LOOK_PART", 6)
+    monkeypatch.setattr("tiering.machine.region.MOST_CHANGED", changed)
+    one = engine_of(service)
+    one.store(range(24))
+    assert are_found(service, one, 24)
+    (region,) = service.regions._regions
+    one.manager.primary_tier.keeper.taken(np.arange(12, 24))
+    left = []
+    while len(region.entries) > 12:
+        region.forget_changed()
+        left.append(len(region.entries))
+    assert max(before - after for before, after in pairwise([24, *left])) <= min(rows, changed)
+    assert sorted(region.entries) == list(range(12))
 
 
 # ------------------------------------------------------------------------------------------------ the owner's evictions

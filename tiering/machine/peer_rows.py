@@ -43,6 +43,9 @@ COPY_THREADS = 4
 LOAD_PART = 16
 """Largest number of blocks that one thread copies before it takes other work."""
 
+DROPPED_PER_STEP = 1 << 12
+"""Largest number of blocks of emptied records that one step drops."""
+
 MOST_SOURCES = 3
 """Rows that are tried for one block, those with the most recent copies first."""
 
@@ -115,6 +118,8 @@ class PeerRows(TierIntake, SecondaryTierManager):
         self._pool = ThreadPool(f"kv-{context.name}", COPY_THREADS)
         self._held: dict[OffloadKey, list[tuple[Holder, int]]] = {}
         self._notes: PresenceTable | None = None
+        self._gone: deque[tuple[Holder, dict[int, HeldBlock]]] = deque()
+        """Emptied records whose blocks are still found; no load gets one."""
         self._running = 0
         self._ended: deque[_Copied] = deque()
         self._stats = TierStats()
@@ -141,6 +146,26 @@ class PeerRows(TierIntake, SecondaryTierManager):
                 del self._held[key]
                 if self._notes is not None:
                     self._notes.removed((key,))
+
+    def drop_all(self, holder: Holder, entries: dict[int, HeldBlock]) -> None:
+        """Let no load find the blocks of a record that ``holder`` has emptied.
+
+        The next steps drop them; the record is this tier's from then on.
+        """
+        if entries:
+            self._gone.append((holder, entries))
+            self._news.announce()
+
+    def _drop_some(self) -> None:
+        for _ in range(DROPPED_PER_STEP):
+            if not self._gone:
+                return
+            holder, entries = self._gone[0]
+            row, block = entries.popitem()
+            self.forget(holder, row, block.key)
+            if not entries:
+                self._gone.popleft()
+        self._news.announce()
 
     def _sources(self, key: OffloadKey) -> Sequence[Source]:
         """Return rows that hold a block now, the most recent ones first."""
@@ -188,6 +213,7 @@ class PeerRows(TierIntake, SecondaryTierManager):
         self._news.announce()
 
     def get_finished(self) -> Iterable[JobResult]:
+        self._drop_some()
         results: list[JobResult] = []
         taken: dict[Holder, list[OffloadKey]] = {}
         while self._ended:
@@ -214,6 +240,7 @@ class PeerRows(TierIntake, SecondaryTierManager):
         Engines that were reset have taken their rows for other blocks, or do so before the tier serves them again.
         """
         self._held.clear()
+        self._gone.clear()
         if self._notes is not None:
             self._notes.clear()
         return True
@@ -229,6 +256,7 @@ class PeerRows(TierIntake, SecondaryTierManager):
 
     def shutdown(self, deadline: float) -> bool:
         self._held.clear()
+        self._gone.clear()
         self._notes = None  # the next tier of this name has them
         self._pool.stop()
         return self._pool.join(max(0.0, deadline - self._clock()))

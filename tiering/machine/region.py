@@ -21,6 +21,12 @@ _LONGEST_NAME = 4096
 _NEVER = 1
 """Word that no complete row has."""
 
+LOOK_ROWS, MOST_CHANGED = 1 << 18, 1 << 12
+"""Largest number of rows that one look compares, and of those that it finds changed."""
+
+_LOOK_PART = 1 << 15
+"""Rows that are compared at once: their words fit into a core's cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowsClaim:
@@ -94,6 +100,8 @@ class Region:
     """The tier by which other engines find the recorded blocks; None if there is none."""
     recorded: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     """The word of each row that has a recorded block, as it was reported; an odd one for the others."""
+    looked: int = 0
+    """Row at which the next look begins."""
     era: int = 0
     """Number that changes whenever the record is emptied."""
     pending: int = 0
@@ -107,8 +115,11 @@ class Region:
         self.recorded = np.full(len(self.words), _NEVER, np.uint64)
 
     def empty(self) -> None:
-        """Drop the record."""
-        self.forget(list(self.entries))
+        """Drop the record; the cost does not depend on the number of its blocks."""
+        if self.peer_rows is not None:
+            self.peer_rows.drop_all(self, self.entries)
+        self.entries = {}
+        self.recorded.fill(_NEVER)
         self.stamp = self.offer = self.peer_rows = None
         self.era += 1
 
@@ -131,10 +142,25 @@ class Region:
                     self.peer_rows.forget(self, row, block.key)
 
     def forget_changed(self) -> None:
-        """Drop the record of the rows whose content does not count any more."""
-        if self.entries:
-            changed = (self.recorded != self.words) & (self.recorded & np.uint64(1) == 0)
-            self.forget(np.flatnonzero(changed).tolist())
+        """Drop the record of rows whose content does not count any more, as far as one look finds them.
+
+        Each look goes on where the one before ended.
+        """
+        if not self.entries:
+            return
+        rows, left = len(self.words), MOST_CHANGED
+        for _ in range(0, min(LOOK_ROWS, rows), _LOOK_PART):
+            first, end = self.looked, min(rows, self.looked + _LOOK_PART)
+            recorded = self.recorded[first:end]
+            changed = recorded != self.words[first:end]
+            changed &= recorded & np.uint64(1) == 0
+            found = (first + np.flatnonzero(changed)[:left]).tolist()
+            self.forget(found)
+            left -= len(found)
+            if not left:
+                self.looked = found[-1] + 1
+                return
+            self.looked = end if end < rows else 0
 
     def copied(self, keys: Sequence[OffloadKey]) -> None:
         """Send the engine the keys of blocks that another engine has got from its rows."""
