@@ -123,6 +123,19 @@ def test_an_engine_starts_warm_from_what_all_engines_of_the_service_used(tmp_pat
         assert late.manager.get_stats()["manager"]["warm_start_blocks"] == 8
 
 
+def test_an_engine_starts_warm_from_memory_of_a_service_that_runs_on(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.secondary.hot_prefixes.PUBLISH_SECONDS", 0.0)
+    with machine(socket, {"type": "memory", "name": "local", "capacity": "8MiB"}) as (engine, service):
+        serve(engine(**WARM), range(8))
+        (space,) = service._namespaces.values()
+        assert until(lambda: space.tiers["local"].stats.hot_keys_written > 0)
+        late = engine(**WARM)
+        assert warmed(late) == list(range(8))
+        assert late.load(range(8)) == (list(range(8)), [])
+
+
 def test_engines_without_the_word_and_requests_that_keep_their_blocks_publish_nothing(
     tmp_path: Path, socket: Path
 ) -> None:
