@@ -25,8 +25,13 @@ class Authority:
     """Key of that certificate."""
 
 
-def make_authority(directory: Path) -> Authority:
-    """Return a new authority, whose files lie in ``directory``."""
+def make_authority(directory: Path, *, names_address: bool = True) -> Authority:
+    """Return a new authority, whose files lie in ``directory``.
+
+    Args:
+        directory: the directory.
+        names_address: False for a certificate that names localhost only, and not its address; default: True.
+    """
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority of a test")])
@@ -56,7 +61,9 @@ def make_authority(directory: Path) -> Authority:
         )
         .sign(ca_key, hashes.SHA256())
     )  # fmt: skip
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    names: list[x509.GeneralName] = [x509.DNSName("localhost")]
+    if names_address:
+        names.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
     leaf = (
         builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]), key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

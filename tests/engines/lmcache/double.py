@@ -10,14 +10,14 @@ import importlib
 import logging
 import os
 import select
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from tests.stand_ins import module, standing_in
 
 VERSION = "0.5.6"
 
@@ -187,36 +187,21 @@ class Controller:
         return [found.test(index) for index in range(len(objects))]
 
 
-_ADAPTER = "tiering.engines.lmcache.adapter"
-
-
-def _module(name: str, **content: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(content)
-    module.__path__ = []
-    return module
-
-
 @contextmanager
 def installed(version: str = VERSION) -> Iterator[Any]:
     """Install the stand-in, and yield its function that loads an adapter of the type ``plugin``."""
     distributed = "lmcache.v1.distributed"
-    modules = {
-        "lmcache": _module("lmcache", __version__=version),
-        "lmcache.logging": _module("lmcache.logging", init_logger=logging.getLogger),
-        "lmcache.lmcache_native": _module("lmcache.lmcache_native", Bitmap=Bitmap),
-        "lmcache.v1": _module("lmcache.v1"),
-        "lmcache.v1.platform": _module("lmcache.v1.platform", create_event_notifier=Notifier),
-        distributed: _module(distributed),
-        f"{distributed}.internal_api": _module(f"{distributed}.internal_api", L2StoreResult=L2StoreResult),
-        f"{distributed}.l2_adapters": _module(f"{distributed}.l2_adapters"),
-        f"{distributed}.l2_adapters.base": _module(
-            f"{distributed}.l2_adapters.base", L2AdapterInterface=L2AdapterInterface
-        ),
-    }
-    before = {name: sys.modules.get(name) for name in (*modules, _ADAPTER)}
-    sys.modules.update(modules)
-    sys.modules.pop(_ADAPTER, None)
+    modules = [
+        module("lmcache", __version__=version),
+        module("lmcache.logging", init_logger=logging.getLogger),
+        module("lmcache.lmcache_native", Bitmap=Bitmap),
+        module("lmcache.v1"),
+        module("lmcache.v1.platform", create_event_notifier=Notifier),
+        module(distributed),
+        module(f"{distributed}.internal_api", L2StoreResult=L2StoreResult),
+        module(f"{distributed}.l2_adapters"),
+        module(f"{distributed}.l2_adapters.base", L2AdapterInterface=L2AdapterInterface),
+    ]
 
     def create(config: Mapping[str, Any]) -> Any:
         kind = getattr(importlib.import_module(config["module_path"]), config["class_name"])
@@ -224,10 +209,5 @@ def installed(version: str = VERSION) -> Iterator[Any]:
             raise TypeError("no L2 adapter")
         return kind(config["adapter_params"], l1_memory_desc=object())
 
-    try:
+    with standing_in(modules, "tiering.engines.lmcache.adapter"):
         yield create
-    finally:
-        for name, earlier in before.items():
-            sys.modules.pop(name, None)
-            if earlier is not None:
-                sys.modules[name] = earlier

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.stand_ins import module, standing_in
 
 VERSION = "0.5.23"
 
@@ -205,32 +206,17 @@ class PageInterleaveHostPool(MHATokenToKVPoolHost):
     """A host pool whose pages belong to several ranks."""
 
 
-def _module(name: str, **content: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(content)
-    module.__path__ = []
-    return module
-
-
-_BACKEND = "tiering.engines.sglang.backend"
-
-
 @contextmanager
 def installed(context: Context) -> Iterator[Any]:
     """Install the stand-in, and yield its function that loads a dynamic backend."""
     names = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
     storage = {"HiCacheStorage": HiCacheStorage, "PoolHitPolicy": PoolHitPolicy, "PoolName": PoolName}
-    modules = {
-        **{name: _module(name) for name in names},
-        "sglang.version": _module("sglang.version", __version__=VERSION),
-        "sglang.srt.runtime_context": _module("sglang.srt.runtime_context", get_context=lambda: context),
-        "sglang.srt.mem_cache.hicache_storage": _module(
-            "sglang.srt.mem_cache.hicache_storage", PoolTransferResult=PoolTransferResult, **storage
-        ),
-    }
-    before = {name: sys.modules.get(name) for name in (*modules, _BACKEND)}
-    sys.modules.update(modules)
-    sys.modules.pop(_BACKEND, None)
+    modules = [
+        *map(module, names),
+        module("sglang.version", __version__=VERSION),
+        module("sglang.srt.runtime_context", get_context=lambda: context),
+        module("sglang.srt.mem_cache.hicache_storage", PoolTransferResult=PoolTransferResult, **storage),
+    ]
 
     def create(config: Any) -> Any:
         given = config.extra_config
@@ -239,10 +225,5 @@ def installed(context: Context) -> Iterator[Any]:
             raise TypeError("no storage backend")
         return kind(config, {})
 
-    try:
+    with standing_in(modules, "tiering.engines.sglang.backend"):
         yield create
-    finally:
-        for name, earlier in before.items():
-            sys.modules.pop(name, None)
-            if earlier is not None:
-                sys.modules[name] = earlier

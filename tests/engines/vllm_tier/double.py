@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import importlib
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.stand_ins import module, standing_in
 from tiering.testing.clock import until
 
 
@@ -146,23 +146,16 @@ def _tier_class(facts: Facts) -> type:
     return SecondaryTierManager
 
 
-def _module(name: str, **content: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(content)
-    module.__path__ = []
-    return module
-
-
 def _modules(version: str) -> Iterator[ModuleType]:
     facts = FACTS[version]
-    yield _module("vllm", __version__=version)
+    yield module("vllm", __version__=version)
     names = ("vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering", "vllm.distributed")
     for name in (*names, "vllm.distributed.kv_transfer", "vllm.distributed.kv_transfer.kv_connector"):
-        yield _module(name)
-    yield _module("vllm.distributed.kv_transfer.kv_connector.v1")
-    yield _module("vllm.distributed.kv_transfer.kv_connector.v1.offloading")
-    yield _module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics", OffloadingConnectorStats=Report)
-    yield _module(
+        yield module(name)
+    yield module("vllm.distributed.kv_transfer.kv_connector.v1")
+    yield module("vllm.distributed.kv_transfer.kv_connector.v1.offloading")
+    yield module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics", OffloadingConnectorStats=Report)
+    yield module(
         "vllm.v1.kv_offload.base",
         LookupResult=LookupResult,
         Medium=Medium,
@@ -172,7 +165,7 @@ def _modules(version: str) -> Iterator[ModuleType]:
         OffloadingCounterMetadata=type("OffloadingCounterMetadata", (Definition,), {}),
         OffloadingGaugeMetadata=type("OffloadingGaugeMetadata", (Definition,), {}),
     )
-    tiers = _module(
+    tiers = module(
         "vllm.v1.kv_offload.tiering.base",
         SecondaryTierManager=_tier_class(facts),
         JobResult=dataclasses.make_dataclass("JobResult", [(name, Any, None) for name in facts.result]),
@@ -180,7 +173,7 @@ def _modules(version: str) -> Iterator[ModuleType]:
     if facts.sources:
         tiers.CacheHitSource = CacheHitSource  # type: ignore[attr-defined]
     yield tiers
-    yield _module("vllm.v1.kv_offload.tiering.factory", SecondaryTierFactory=_factory())
+    yield module("vllm.v1.kv_offload.tiering.factory", SecondaryTierFactory=_factory())
 
 
 def _factory() -> type:
@@ -208,27 +201,12 @@ def _factory() -> type:
     return SecondaryTierFactory
 
 
-_TIER = "tiering.engines.vllm_tier.tier"
-
-
 @contextmanager
 def installed(version: str) -> Iterator[Any]:
     """Install the stand-in for a version, and yield its factory of tiers."""
-    modules = {module.__name__: module for module in _modules(version)}
-    before = {name: sys.modules.get(name) for name in (*modules, _TIER)}
-    sys.modules.update(modules)
-    for name, module in modules.items():
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], last, module)
-    sys.modules.pop(_TIER, None)
-    try:
-        yield modules["vllm.v1.kv_offload.tiering.factory"].SecondaryTierFactory
-    finally:
-        for name, earlier in before.items():
-            sys.modules.pop(name, None)
-            if earlier is not None:
-                sys.modules[name] = earlier
+    *modules, factory = _modules(version)
+    with standing_in([*modules, factory], "tiering.engines.vllm_tier.tier"):
+        yield factory.SecondaryTierFactory
 
 
 def spec_of(groups: int = 1, *, events: bool = False, engine_id: str = "engine") -> Any:

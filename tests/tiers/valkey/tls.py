@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from tests.tls import make_authority
 
 
 @contextlib.contextmanager
 def tls_in_front_of(port: int, directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yield a port of 127.0.0.1 that speaks TLS as "localhost", and the PEM file of its certificate."""
-    certificate, key = _certificate(directory)
+    """Yield a port of 127.0.0.1 that speaks TLS as "localhost", and the PEM file of its authority."""
+    authority = make_authority(directory, names_address=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(authority.certificate, authority.key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=_serve, args=(listener, context, port))
         thread.start()
         try:
-            yield listener.getsockname()[1], certificate
+            yield listener.getsockname()[1], authority.ca_file
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -67,27 +63,3 @@ def _relay(inner: ssl.SSLSocket, port: int) -> None:
         finally:
             outer.shutdown(socket.SHUT_RDWR)
             answers.join()
-
-
-def _certificate(directory: Path) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    public, private = directory / "certificate.pem", directory / "key.pem"
-    public.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return public, private
