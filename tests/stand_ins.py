@@ -19,7 +19,7 @@ def module(name: str, **content: Any) -> ModuleType:
 
 @contextmanager
 def standing_in(modules: Iterable[ModuleType], user: str) -> Iterator[None]:
-    """Let ``modules`` stand for those of their names; the module ``user`` is imported anew, now and afterwards."""
+    """Install modules for a while; the module ``user``, which imports them, is imported anew in it."""
     made = {one.__name__: one for one in modules}
     before = {name: sys.modules.get(name) for name in (*made, user)}
     sys.modules.update(made)
