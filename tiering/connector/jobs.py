@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
-from tiering.connector.metadata import WorkerReport
+from tiering.connector.metadata import OffloadingWorkerMetadata
 from tiering.connector.requests import RequestState
 
 NO_JOBS: frozenset[int] = frozenset()
@@ -118,14 +118,14 @@ class WorkerJobs(Generic[Ordered]):
         """Add a job with a new id."""
         self._jobs[job.job_id] = job
 
-    def newly_failed(self, report: WorkerReport) -> list[Ordered]:
+    def newly_failed(self, report: OffloadingWorkerMetadata) -> list[Ordered]:
         """Mark the jobs that failed on any worker; return those that had not failed before."""
         jobs = [job for job in map(self._jobs.get, report.failed) if job is not None and not job.failed]
         for job in jobs:
             job.failed = True
         return jobs
 
-    def take_done(self, report: WorkerReport) -> list[Ordered]:
+    def take_done(self, report: OffloadingWorkerMetadata) -> list[Ordered]:
         """Count the workers' reports; remove and return the jobs that all workers have reported.
 
         Unknown ids are ignored.

@@ -6,7 +6,7 @@ All types are plain, and the engine pickles them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from tiering.api.transfer import TransferSpec
 
@@ -59,43 +59,12 @@ NOTHING_TO_DO = OffloadingConnectorMetadata()
 """Message of a step without orders, as of most steps that only decode; it must not be changed."""
 
 
-class WorkerReport(Protocol):
-    """The jobs that workers have ended, in either mode."""
-
-    @property
-    def finished(self) -> dict[int, int]:
-        """Number of workers that have finished each job, by job id; failed jobs are included."""
-
-    @property
-    def failed(self) -> set[int]:
-        """Ids of the jobs that failed on any worker."""
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Identity of each adapter that was loaded or asked for, by name; "": not known, or not equal."""
-
-    @property
-    def load_seconds(self) -> dict[int, float]:
-        """Seconds that loads took on the slowest worker, by job id, as far as they are known."""
-
-
-def add_report(report: WorkerReport, other: WorkerReport) -> None:
-    """Add another worker's report to ``report``."""
-    for job_id, workers in other.finished.items():
-        report.finished[job_id] = report.finished.get(job_id, 0) + workers
-    report.failed.update(other.failed)
-    for name, identity in other.adapters.items():
-        report.adapters[name] = identity if report.adapters.get(name, identity) == identity else ""
-    for job_id, seconds in other.load_seconds.items():
-        report.load_seconds[job_id] = max(seconds, report.load_seconds.get(job_id, 0.0))
-
-
 @dataclass(slots=True)
 class OffloadingWorkerMetadata:
     """Message from the worker half to the scheduler half, once per step."""
 
     finished: dict[int, int] = field(default_factory=dict)
-    """Number of workers that have finished each job, by job id."""
+    """Number of workers that have finished each job, by job id; failed jobs are included."""
     failed: set[int] = field(default_factory=set)
     """Ids of the jobs that failed on any worker."""
     adapters: dict[str, str] = field(default_factory=dict)
@@ -105,7 +74,13 @@ class OffloadingWorkerMetadata:
 
     def aggregate(self, other: Self) -> Self:
         """Add another worker's report to this one, and return this one."""
-        add_report(self, other)
+        for job_id, workers in other.finished.items():
+            self.finished[job_id] = self.finished.get(job_id, 0) + workers
+        self.failed.update(other.failed)
+        for name, identity in other.adapters.items():
+            self.adapters[name] = identity if self.adapters.get(name, identity) == identity else ""
+        for job_id, seconds in other.load_seconds.items():
+            self.load_seconds[job_id] = max(seconds, self.load_seconds.get(job_id, 0.0))
         return self
 
     def is_empty(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
-from tiering.connector.metadata import OffloadingConnectorMetadata, TransferOrder, add_report
+from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferOrder
 
 NO_EVENT = -1
 """Number of the load or store event of a step that has none."""
@@ -90,22 +90,15 @@ class SimpleCPUOffloadMetadata:
 
 
 @dataclass(slots=True)
-class SimpleCPUOffloadWorkerMetadata:
-    """The stores and the loads within steps that have ended, from the workers to the scheduler."""
+class SimpleCPUOffloadWorkerMetadata(OffloadingWorkerMetadata):
+    """What has ended, from the workers to the scheduler; a job is a store event, or a load within a step."""
 
-    finished: dict[int, int] = field(default_factory=dict)
-    """Store event, or number of a load within a step → number of workers on which it has ended."""
-    failed: set[int] = field(default_factory=set)
-    """Store events that failed on any worker; their blocks never become visible."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """Identity of each adapter that was loaded or asked for, by key; "": not known, or not equal."""
-    load_seconds: dict[int, float] = field(default_factory=dict)
-    """Seconds that loads within steps took on the slowest worker, by number, as far as they are known."""
     prepared: int = 0
     """Number of workers whose memory has been prepared since their last report."""
 
     def aggregate(self, other: Self) -> Self:
-        """Add another worker's report to this one, and return this one."""
-        add_report(self, other)
         self.prepared += other.prepared
-        return self
+        return OffloadingWorkerMetadata.aggregate(self, other)  # super() does not know a class with slots
+
+    def is_empty(self) -> bool:
+        return not (self.finished or self.prepared)

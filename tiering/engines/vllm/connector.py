@@ -50,7 +50,7 @@ from tiering.engines.vllm.refusals import check_one_stage, check_stages, check_s
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.engines.vllm.stages import stages_of_engine, stages_of_worker
 from tiering.errors import ConfigError, RegionError
-from tiering.simple.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+from tiering.simple.metadata import SimpleCPUOffloadMetadata
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 from tiering.simple.selection import simple_options
 from tiering.simple.worker import SimpleCPUOffloadWorker
@@ -85,7 +85,6 @@ from tiering.engines.vllm.worker_side import TransferResults, WorkerSide  # noqa
 KVConnectorMetadata.register(OffloadingConnectorMetadata)
 KVConnectorMetadata.register(SimpleCPUOffloadMetadata)
 KVConnectorWorkerMetadata.register(OffloadingWorkerMetadata)
-KVConnectorWorkerMetadata.register(SimpleCPUOffloadWorkerMetadata)
 
 
 _built: weakref.WeakValueDictionary[tuple[str, str], TieringConnector] = weakref.WeakValueDictionary()

@@ -160,7 +160,7 @@ class WorkerSide(KVConnectorBase_V1):  # type: ignore[misc]
         stale = self._adapter_loads.check(metadata.adapter_checks)
         return failed | stale if stale else failed
 
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | SimpleCPUOffloadWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         if self.worker_half is None:
             return None
         report = self.worker_half.build_connector_worker_meta()
