@@ -91,7 +91,7 @@ class SimpleCPUOffloadMetadata:
 
 @dataclass(slots=True)
 class SimpleCPUOffloadWorkerMetadata(OffloadingWorkerMetadata):
-    """What has ended, from the workers to the scheduler; a job is a store event, or a load within a step."""
+    """What has ended on the workers; a job is a store event, or a load within a step."""
 
     prepared: int = 0
     """Number of workers whose memory has been prepared since their last report."""
