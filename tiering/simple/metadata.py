@@ -91,7 +91,7 @@ class SimpleCPUOffloadMetadata:
 
 @dataclass(slots=True)
 class SimpleCPUOffloadWorkerMetadata(OffloadingWorkerMetadata):
-    """What has ended on the workers; a job is a store event, or a load within a step."""
+    """The jobs that workers have ended: store events, and loads within steps."""
 
     prepared: int = 0
     """Number of workers whose memory has been prepared since their last report."""
