@@ -176,6 +176,15 @@ def test_a_runtime_directory_that_others_can_write_is_not_used(runtime: Path, ca
     assert sockets() == []
 
 
+def test_a_socket_that_is_named_may_lie_in_a_directory_of_others(tmp_path: Path) -> None:
+    """As in a container, whose volume everybody may write to."""
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").chmod(0o777)
+    with service(computed(), tmp_path / "volume" / "s") as one:
+        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
+        assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
+
+
 def test_the_runtime_directory_without_a_session_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert runtime_directory().name == f"kv-tiering-{os.getuid()}"

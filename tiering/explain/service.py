@@ -141,7 +141,7 @@ class ExplainService:
         self.path = path or runtime_directory() / f"why-{os.getpid()}-{next(_numbers)}.sock"
         """The socket's file."""
         try:
-            server = bind_socket(self.path, socket.SOCK_STREAM, is_private=path is None)
+            server = bind_socket(self.path, socket.SOCK_STREAM, others=0o077 if path is None else 0)
         except (OSError, ConfigError) as error:
             logger.warning("explain: no socket, so kv-tiering why cannot ask this engine: %s", error)
             return None

@@ -20,22 +20,24 @@ _BACKLOG = 64
 
 
 def bind_socket(
-    path: Path, kind: socket.SocketKind = socket.SOCK_SEQPACKET, *, is_private: bool = False
+    path: Path, kind: socket.SocketKind = socket.SOCK_SEQPACKET, *, others: int = stat.S_IWOTH
 ) -> socket.socket:
     """Return a socket that listens at ``path``, for this user alone, and does not block.
 
     Args:
         path: the socket; its directory is made if it is missing.
         kind: kind of the socket; default: sequenced packets.
-        is_private: True if the directory must be of no use to others, not even to read; default: False.
+        others: permissions on the directory that only its owner may have; 0: any directory of anybody will do. Default:
+            others must not write there.
 
     Raises:
         ConfigError: another process listens there, or the directory is not private.
     """
-    directory, mode, others = path.parent, *((0o700, 0o077) if is_private else (0o750, 0o002))
-    directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    directory = path.parent
+    directory.mkdir(mode=0o750 & ~others, parents=True, exist_ok=True)
     found = directory.stat()
-    if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & others and not found.st_mode & stat.S_ISVTX):
+    is_open = found.st_uid not in (os.geteuid(), 0) or (found.st_mode & others and not found.st_mode & stat.S_ISVTX)
+    if others and is_open:
         raise ConfigError(f"{directory}: others may replace the socket there; use a directory of this user's own")
     listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
