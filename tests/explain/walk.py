@@ -24,7 +24,7 @@ CAPACITIES = {"cpu": 100, "local": 1000, "bucket": 0}
 LEAST = (("local", 1), ("bucket", 1))
 
 Planted = tuple[MissCause, str]
-"""MissCause of a block and the tier that it names."""
+"""Cause of a block and the tier that it names."""
 
 
 def make_explainer(clock: Callable[[], float] | None = None, *, blocks: int = 1 << 14, requests: int = 8) -> Explainer:

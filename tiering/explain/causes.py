@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class MissCause(IntEnum):
-    """MissCause of a miss; the names in lower case are those of metrics and answers."""
+    """Cause of a miss; the names in lower case are those of metrics and answers."""
 
     REMAINDER = 0
     NOT_ALLOWED = 1

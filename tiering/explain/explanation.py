@@ -16,7 +16,7 @@ class Span(NamedTuple):
     end: int
     """Token behind the last one."""
     cause: MissCause
-    """MissCause of the misses."""
+    """Cause of the misses."""
     tier: str = ""
     """Name of the tier that the cause names; empty for causes without one."""
     reason: Reason = Reason.NONE
