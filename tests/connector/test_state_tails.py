@@ -236,9 +236,31 @@ class TestHits:
     def test_look_at_all_ends_in_one_call(self) -> None:
         scheduler, manager = self.held(16)
         assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (16, True)
-        ends = (60, 56, 52, 44, 40, 36, 28, 24, 20)
-        assert manager.looked_at == [[prompt(62).key(end // 4 - 1, 1) for end in ends]]
+        first, whole, second, tails = manager.looked_at
+        assert (first, second) == ([prompt(62).key(3, 0)], [prompt(62).key(7, 0)]), "without attention, none helps"
+        assert whole == [prompt(62).key(end // 4 - 1, 1) for end in (32, 16)], "the states that may be held, beside 48"
+        assert tails == [prompt(62).key(end // 4 - 1, 1) for end in (60, 56, 52, 44, 40, 36, 28, 24, 20)]
         assert not [keys for keys in manager.asked if len(keys) == 2], "no state is held, so no tail is probed"
+
+    def test_cost_a_prompt_without_attention_the_looks_into_its_first_block(self) -> None:
+        scheduler, manager = hybrid()
+        assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (0, False)
+        head, other_head, tails = manager.looked_at
+        assert head == other_head == [prompt(62).key(3, 0)]
+        assert tails == [prompt(62).key(end // 4 - 1, 1) for end in (12, 8, 4)]
+        assert manager.asked == []
+
+    def test_wait_once_for_all_states_of_a_slow_tier(self) -> None:
+        scheduler, manager = self.held(16)
+        states = [prompt(62).key(end // 4 - 1, 1) for end in (48, 32, 16)]
+        manager.undecided = set(states)
+        assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (None, False)
+        manager.undecided = set(states[1:])
+        manager.looked_at.clear()
+        assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (None, False)
+        assert manager.looked_at == [[prompt(62).key(3, 0)], states[1:]]
+        manager.undecided = set()
+        assert scheduler.get_num_new_matched_tokens(prompt(62), 0) == (16, True)
 
     def test_probe_the_last_ends_and_those_behind_the_hit_of_a_long_prompt(self) -> None:
         """Between them, no tail is found."""

@@ -102,6 +102,9 @@ class Tails:
         last = min(limit - limit % self._unit, len(hashes) * self._unit)
         near = min(last, base + self._size - self._unit)
         far = range(last, near, -self._unit)[: MAX_WINDOW_PROBES // 2]
+        heads = [group.keys[base // self._size] for group in map(state.groups.__getitem__, self._full)] if far else []
+        if heads and False in self._held.lookup_each(heads, state.ctx):
+            far = range(0)
         ends = [*far, *range(near, base, -self._unit)[: MAX_WINDOW_PROBES - len(far)]]
         ends = [end for end in ends if end % self._size]
         for suffix in self._states if ends else ():
@@ -191,12 +194,13 @@ class HitSearch:
     def longest(self, keys: Sequence[Sequence[OffloadKey]], computed: int, limit: int, ctx: ReqContext) -> Hit:
         """Return the longest usable prefix, in whole blocks.
 
-        The search probes the states first, from the right: few positions of a request have any. Then it probes the
-        full-attention groups, as a prefix from the block of the first uncomputed token, and the windows from the right.
-        A block that is missing in a window moves the end to the start of that block, and all windows are probed again.
-        The states are probed again at a shorter end. No probe can start a promotion for a hit of less than one block.
-        Windows that are stored sparsely often end a hit far before full attention does: then full attention is looked
-        at first, and is promoted up to the end that the windows leave.
+        With states, the first block of full attention is looked at, without which there is no hit. The search then
+        probes the states, from the right: few positions of a request have any. Then it probes the full-attention
+        groups, as a prefix from the block of the first uncomputed token, and the windows from the right. A block that
+        is missing in a window moves the end to the start of that block, and all windows are probed again. The states
+        are probed again at a shorter end. No probe can start a promotion for a hit of less than one block. Windows that
+        are stored sparsely often end a hit far before full attention does: then full attention is looked at first, and
+        is promoted up to the end that the windows leave.
 
         Args:
             keys: keys of the request's blocks, by group.
@@ -214,7 +218,12 @@ class HitSearch:
 
     def _with_states(self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, ctx: ReqContext) -> Hit:
         """Return the longest usable prefix of at most ``end`` tokens at whose end all states are held."""
-        probes, parted_at = self._most_probes, 0
+        if end - computed < self._least:
+            return Hit(computed, False)
+        heads = [keys[group.group_idx][computed // group.offloaded_block_size] for group in self._full]
+        if False in self._held.lookup_each(heads, ctx):
+            return Hit(computed, False)  # one lookup instead of one for each state
+        probes, parted_at, ends = self._most_probes, 0, None
         while end - computed >= self._least and probes:
             found, pending = self._probe_states(keys, end, ctx)
             if found:
@@ -222,13 +231,31 @@ class HitSearch:
                 parted_at = max(parted_at, hit.parted_at)
                 if hit.tokens == end or hit.pending:
                     return Hit(hit.tokens, pending or hit.pending, parted_at)
-                end = self.ends.aligned(hit.tokens)
+                end, ends = self.ends.aligned(hit.tokens), None
             elif pending:
                 return Hit(end, True)
             else:
-                end = self.ends.aligned(end - 1)
+                if ends is None:
+                    ends = iter(self._ends_of_states(keys, computed, end, probes - 1, ctx))
+                end = next(ends, computed)
             probes -= 1
         return Hit(computed, False, parted_at)
+
+    def _ends_of_states(
+        self, keys: Sequence[Sequence[OffloadKey]], computed: int, end: int, most: int, ctx: ReqContext
+    ) -> list[int]:
+        """Return those of up to ``most`` ends before ``end`` whose states may be held, from the right.
+
+        They are looked at in one call, so that a slow tier is waited for once.
+        """
+        ends = list[int]()
+        while len(ends) < most and (end := self.ends.aligned(end - 1)) - computed >= self._least:
+            ends.append(end)
+        for group in self._states:
+            names, size = keys[group.group_idx], group.offloaded_block_size
+            answers = self._held.lookup_each([names[end // size - 1] for end in ends], ctx) if ends else ()
+            ends = [end for end, answer in zip(ends, answers, strict=True) if answer is not False]
+        return ends
 
     def _probe_states(self, keys: Sequence[Sequence[OffloadKey]], end: int, ctx: ReqContext) -> tuple[bool, bool]:
         """Return True if the states of all groups at ``end`` are held, and True if the answer may change."""
