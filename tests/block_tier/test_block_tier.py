@@ -650,6 +650,33 @@ def test_an_unknown_prefix_is_asked_about_once_and_undecided_meanwhile() -> None
     assert not rig.io.tasks
 
 
+def test_single_blocks_are_asked_about_together_at_the_end_of_their_step() -> None:
+    rig = Rig(shared=True).opened()
+    epoch = rig.tier.namespace.epoch.hex()  # type: ignore[union-attr]
+    rig.store.held = {f"{epoch}/{key.hex()[:2]}/{key.hex()}" for key in (K[1], K[3])}
+    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [None] * 4
+    assert not rig.io.tasks
+    rig.tier.on_schedule_end()
+    rig.store.rounds.clear()
+    rig.io.run_tasks()
+    assert [len(places) for places in rig.store.rounds] == [4]
+    rig.finished()
+    assert [rig.tier.lookup(key, CTX) for key in K[:4]] == [False, True, False, True]
+    rig.tier.on_schedule_end()
+    assert not rig.io.tasks
+
+
+def test_single_blocks_whose_probe_fails_are_missed_for_a_moment() -> None:
+    rig = Rig(shared=True).opened()
+    assert [rig.tier.lookup(key, CTX) for key in K[:2]] == [None] * 2
+    rig.tier.on_schedule_end()
+    (task,) = rig.io.tasks
+    task.on_done(None, TemporaryStoreError("no answer"))
+    assert [rig.tier.lookup(key, CTX) for key in K[:2]] == [False] * 2
+    rig.clock.advance(1.0)
+    assert [rig.tier.lookup(key, CTX) for key in K[:2]] == [None] * 2
+
+
 def test_a_probe_that_a_reset_overtakes_teaches_nothing() -> None:
     rig = Rig(shared=True).opened()
     epoch = rig.tier.namespace.epoch.hex()  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from tiering.block_tier.life import PlacePrefix, TierLife
 from tiering.block_tier.parts import TierHooks, TierParts
 from tiering.block_tier.transfers import BlockTransfers
 from tiering.errors import ConfigError
-from tiering.index.shared import held_prefix
+from tiering.index.shared import held_each, held_prefix
 from tiering.index.shared import place_prefix as named_prefix
 from tiering.index.tier_index import Probe, TierIndex
 from tiering.medium.block_store import BlockStore, Place
@@ -233,30 +233,49 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
     # ----------------------------------------------------------------------------------------------------------- lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        held, undecided = self.lookup_prefix((key,), req_context)
+        """Look up one of many blocks; the end of the step asks a shared medium about all of them together."""
+        held, undecided = self._looked_up((key,))
         return None if undecided else held == 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrefixAnswer:
+        answer = self._looked_up(keys)
+        if answer[1]:
+            self._start_probes()
+        return answer
+
+    def _looked_up(self, keys: Sequence[OffloadKey]) -> PrefixAnswer:
         if not self._life.serving:
             return _NO
         answer = self._lookup_index(keys, self._clock())
         held = answer[0]
         self._hits += held
-        if held != len(keys):
-            if answer[1]:
-                self._start_probes()
-            else:
-                self._misses += 1
+        if held != len(keys) and not answer[1]:
+            self._misses += 1
         return answer
 
     def _start_probes(self) -> None:
+        single, others = list[Probe](), list[Probe]()
         for probe in self.index.take_probes(self._clock()):
-            run, ended = partial(held_prefix, self._ask, probe), partial(self._probed, probe)
-            self.io.run(IoTask("probe", run, ended, lookup=True, expires=probe.expires))
+            (others if len(probe.keys) > 1 or probe.offers else single).append(probe)
+        if len(single) > 1:
+            self._run_probe(partial(held_each, self._ask, single), partial(self._probed_each, single), single[0])
+        else:
+            others += single
+        for probe in others:
+            self._run_probe(partial(held_prefix, self._ask, probe), partial(self._probed, probe), probe)
+
+    def _run_probe(self, run: Callable[[], Any], ended: Callable[..., None], probe: Probe) -> None:
+        self.io.run(IoTask("probe", run, ended, lookup=True, expires=probe.expires))
 
     def _probed(self, probe: Probe, held: int | None, error: BaseException | None) -> None:
         now = self._clock()
         self._intake.offer(self.index.end_probe(probe, held, now), now)
+
+    def _probed_each(
+        self, probes: Sequence[Probe], held: Sequence[int | None] | None, error: BaseException | None
+    ) -> None:
+        for probe, answer in zip(probes, held or [None] * len(probes), strict=True):
+            self._probed(probe, answer, error)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
@@ -289,6 +308,7 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         self._jobs.poll()
         now = self._clock()
         if self.index.shared:
+            self._start_probes()
             touched, lapsed = self.index.take_hints(now)
             if touched:
                 self._want(self._intake.admission.touch_again(touched))
@@ -336,6 +356,8 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
 
     def on_schedule_end(self) -> StepEnd:
         wanted = self._intake.take() if self._life.storing else ()
+        if self.index.shared:
+            self._start_probes()
         self._life.tick(self._clock())
         return StepEnd(wanted, self._rest(self.on_step()), self.superseded(), self._life.reset_done)
 

@@ -427,6 +427,18 @@ def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, widt
     return held
 
 
+def held_each(ask: Callable[[Sequence[Place]], StoreProbe], probes: Sequence[Probe]) -> list[int | None]:
+    """Return for each of ``probes``, which have one key each, what :func:`held_prefix` does, in one round.
+
+    Args:
+        ask: probes the places given to it (:meth:`~tiering.medium.block_store.BlockStore.probe`).
+        probes: the probes to run.
+    """
+    return [
+        None if held is None else int(held) for held in ask([probe.place_of(probe.keys[0]) for probe in probes]).held
+    ]
+
+
 def _reach(held: int, end: int, width: int) -> list[int]:
     """Return positions from ``held`` on at exponentially growing distances, ending at the chain's last."""
     positions: list[int] = []
