@@ -34,6 +34,8 @@ class MachineHints(TierHotKeys):
     def __init__(self, context: TierContext, write: Callable[[Record], bool], serves: Callable[[], bool]) -> None:
         self._write = write
         self._serves = serves
+        self.follows = context.enable_events
+        """True if the engine's events are collected."""
         self._log = EventLog(context.name, context.distance, enabled=context.enable_events, shared=True)
         self._most = KEYS_PER_ROW * (context.primary_view.shape or (0,))[0]
         self._asks = 0

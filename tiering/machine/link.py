@@ -42,6 +42,7 @@ MOST_QUEUED = 8 << 20
 """Bytes of messages in the queue at which no more are read: an idle engine makes no step for hours."""
 
 _LONGEST_WAIT = 0.02
+_BYE = int(Kind.BYE)
 _SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("@iII")
 
@@ -346,7 +347,8 @@ class Link:
                 self._bury(select.poll(), FIRST_RETRY)
                 connection.received_at = time.monotonic()  # nothing is read until the engine makes a step
                 continue
-            self._bury(poll, None)
+            if self._dying:
+                self._bury(poll, None)
             message = self._receive(connection)
             connection.received_at = time.monotonic()
             queued = queued * bool(self.queue) + len(message)
@@ -362,7 +364,7 @@ class Link:
                 connection.leave()
                 continue
             connection.received += 1
-            connection.released = any(record.kind == Kind.BYE for record in records)
+            connection.released = any(record.kind == _BYE for record in records)
             self._put(Happening.RECORDS, connection, records)
         self._current = None
         self._put(Happening.DOWN, connection)

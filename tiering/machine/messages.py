@@ -137,6 +137,16 @@ def pack(record: Record) -> bytes:
     return b"".join((head, text, *keys, array("I", rows).tobytes()))
 
 
+def one_message(records: Sequence[bytes], number: int) -> bytes:
+    """Return a message of packed ``records``.
+
+    Args:
+        records: the records, which together are below :data:`MAX_MESSAGE`.
+        number: number of the message.
+    """
+    return b"".join((_HEADER.pack(_MAGIC, VERSION, len(records), number), *records))
+
+
 def messages(records: Iterable[bytes], first: int) -> Iterator[tuple[bytes, int]]:
     """Yield messages of packed ``records``, in order, each with the number of its records.
 
@@ -148,12 +158,12 @@ def messages(records: Iterable[bytes], first: int) -> Iterator[tuple[bytes, int]
     size = _HEADER.size
     for record in records:
         if batch and size + len(record) > MAX_MESSAGE:
-            yield b"".join((_HEADER.pack(_MAGIC, VERSION, len(batch), first), *batch)), len(batch)
+            yield one_message(batch, first), len(batch)
             first, batch, size = first + 1, [], _HEADER.size
         batch.append(record)
         size += len(record)
     if batch:
-        yield b"".join((_HEADER.pack(_MAGIC, VERSION, len(batch), first), *batch)), len(batch)
+        yield one_message(batch, first), len(batch)
 
 
 def read(message: bytes, number: int) -> list[Record]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from tiering.machine.link import ServiceSocket
-from tiering.machine.messages import MessageError, Record, messages, pack
+from tiering.machine.messages import MAX_MESSAGE, MessageError, Record, messages, one_message, pack
 
 _log = logging.getLogger("kv_tiering.machine")
 
 MOST_WAITING = 1 << 20
 """Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
+
+_ONE_MESSAGE = MAX_MESSAGE - 64
 
 
 class Outbox:
@@ -22,11 +24,9 @@ class Outbox:
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._records: list[bytes] = []
+        self.records: list[bytes] = []
+        """The records, oldest first."""
         self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._records)
 
     @property
     def is_full(self) -> bool:
@@ -42,21 +42,26 @@ class Outbox:
         except MessageError as error:
             _log.debug("tier %s: a record is not sent: %s", self._tier, error)
             return False
-        self._records.append(packed)
+        self.records.append(packed)
         self._bytes += len(packed)
         return True
 
     def send(self, connection: ServiceSocket) -> None:
         """Send what fits into the socket, and keep the rest."""
+        records = self.records
+        if self._bytes < _ONE_MESSAGE:  # nearly always
+            if records and connection.send(one_message(records, connection.sent)):
+                self.clear()
+            return
         sent = 0
-        for message, count in messages(self._records, connection.sent):
+        for message, count in messages(records, connection.sent):
             if not connection.send(message):
                 break
             sent += count
-        del self._records[:sent]
-        self._bytes = sum(map(len, self._records))
+        del records[:sent]
+        self._bytes = sum(map(len, records))
 
     def clear(self) -> None:
         """Drop all records, because the connection has ended."""
-        self._records.clear()
+        self.records.clear()
         self._bytes = 0

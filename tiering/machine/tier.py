@@ -63,7 +63,7 @@ LOAD_PART = 16
 _RESULT, _STATE, _ANSWER, _WANTED = map(int, (Kind.RESULT, Kind.STATE, Kind.ANSWER, Kind.WANTED))
 """Kinds of records, without the cost of an attribute of an enumeration."""
 
-_NO, _ANYWHERE = PrefixAnswer(0, False), ("",)
+_NO, _ANYWHERE, _CALM = PrefixAnswer(0, False), ("",), StepEnd((), math.inf, False, True)
 
 
 class MachineTier(TierIntake, SecondaryTierManager):
@@ -137,17 +137,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
         """Return the greeting of a new connection; the link's thread calls this method."""
         if os.fstat(self._rows_fd).st_nlink:
             raise StoreError("not all processes of the engine have mapped the rows yet")
-        context = self._context
-        text = Greeting(
-            tier=context.name,
-            parameters=context.namespace.parameters,
-            group_bytes=context.group_bytes,
-            rows=self._num_rows,
-            stride=self._stride,
-            weights=self._weights,
-            follows=context.enable_events,
-        ).text()
-        return text, (self._rows_fd,)
+        found = Greeting.about(self._context, self._num_rows, self._stride, self._weights)
+        return found.text(), (self._rows_fd,)
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 
@@ -257,10 +248,12 @@ class MachineTier(TierIntake, SecondaryTierManager):
         return self._hints.take_events()
 
     def on_schedule_end(self) -> StepEnd:
-        if self._out:
+        if self._out.records:
             self._flush()
+        calm = not (self._out.records or self._finished or self._link.queue)
+        if calm and not (self._wanted or self._superseded or self._owed):
+            return _CALM
         wanted, self._wanted = self._wanted, []
-        calm = not (self._out or self._finished or self._link.queue)
         return StepEnd(wanted, math.inf if calm else 0.0, self._superseded, not self._owed)
 
     # ------------------------------------------------------------------------------------------------- sending, reading
@@ -299,7 +292,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
                         self._end(number, ())
 
     def _take(self, record: Record, connection: ServiceSocket) -> None:
-        now = self._clock()
         if record.kind == _RESULT:
             if (known := self._jobs.get(record.number)) is not None and known[1] is connection:
                 self._end(record.number, record.text)
@@ -310,7 +302,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         elif record.kind == _ANSWER:
             if (probe := self._asked.pop(record.number, None)) is not None:
                 held = int(record.seconds)
-                self._index.end_probe(probe, held if 0 <= held <= len(probe.keys) else None, now)
+                self._index.end_probe(probe, held if 0 <= held <= len(probe.keys) else None, self._clock())
         elif record.kind == _WANTED:
             self._wanted += record.keys if self.storing else ()
         else:
@@ -400,8 +392,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
         if number in self._stale or len(arrived) != len(keys):
             self._stale.discard(number)
             arrived = bytes(len(keys))
-        good = list(compress(keys, arrived))
-        if self.serving:
+        good = keys if arrived.count(1) == len(keys) else list(compress(keys, arrived))
+        if self.serving and self._hints.follows:
             self._hints.stored(good, presence)
         if job.is_promotion:
             self.stats.promotions_active -= len(keys)
@@ -437,7 +429,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
         def polled() -> bool:
             self._poll()
-            if self._out:
+            if self._out.records:
                 self._flush()
             return done()
 

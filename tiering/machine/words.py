@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from tiering.machine.messages import MAX_TEXT, MessageError
+from tiering.secondary.contract import TierContext
 
 START = "start"
 """State of weights that the namespace identifies."""
@@ -71,6 +72,19 @@ class Greeting:
     """State of the weights."""
     follows: bool = False
     """True if the engine gets the keys of the blocks that leave the tier."""
+
+    @classmethod
+    def about(cls, context: TierContext, rows: int, stride: int, weights: str) -> Self:
+        """Return the greeting of a tier of an engine.
+
+        Args:
+            context: environment of the tier.
+            rows: number of rows.
+            stride: bytes from one row to the next.
+            weights: state of the weights.
+        """
+        parameters, follows = context.namespace.parameters, context.enable_events
+        return cls(context.name, parameters, context.group_bytes, rows, stride, weights, follows)
 
     def text(self) -> bytes:
         """Return the greeting as the text of a record."""
