@@ -213,3 +213,26 @@ def test_the_programs_of_the_documents_pass_the_type_checker_as_a_users_would(tm
     command += [*map(str, programs), str(ROOT / "examples" / "library_quickstart.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout
+
+
+NAMED_TEST = re.compile(r"`((?:tests/[\w/]+/)?test_\w+)(?:\.py)?`")
+REASONS = ("Refused", "Not run: ", "None; ", "as the tiers", "[on an H100](../benchmarks/RESULTS.md")
+"""Beginnings of cells without a test."""
+
+
+@pytest.mark.parametrize(
+    ("header", "folder", "columns"),
+    [
+        ("| Model or feature | Tiers | `mode: simple` | Restart from a tier |", "tests/vllm", slice(1, 4)),
+        ("| What they require | Tests | Here |", "tests/connector", slice(2, 3)),
+    ],
+)
+def test_each_cell_of_the_models_names_tests_that_exist_or_a_reason(header: str, folder: str, columns: slice) -> None:
+    rows = SERVER.read_text().split(f"{header}\n")[1].split("\n\n")[0].splitlines()[1:]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[columns]]
+    assert len(cells) == len(rows) * len(range(*columns.indices(4)))
+    bare = [cell for cell in cells if not (NAMED_TEST.search(cell) or cell.startswith(REASONS))]
+    assert bare == []
+    named = {name if "/" in name else f"{folder}/{name}" for cell in cells for name in NAMED_TEST.findall(cell)}
+    assert len(named) > 5
+    assert sorted(name for name in named if not (ROOT / f"{name}.py").is_file()) == []

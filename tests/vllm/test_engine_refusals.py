@@ -123,6 +123,11 @@ REFUSED = {
     "mode simple without full attention": Refused(
         "mode simple needs a KV-cache group with full attention", write=write_mistral, words={"mode": "simple"}
     ),
+    "mode simple and decode context parallelism": Refused(
+        "mode simple: context-parallel sizes of 2 in all are not supported; use mode tiering",
+        words={"mode": "simple"},
+        before=CHANGED.format(change="config.parallel_config.decode_context_parallel_size = 2"),
+    ),
     "unknown kind": changed(
         "KV-cache group 0 (unknown, model.layers.0.self_attn.attn, ...): its kind is not known",
         "group.kv_cache_spec = kinds.AttentionSpec(**words)",
@@ -169,6 +174,7 @@ SLOW = {
     *(
         "prefill context parallelism",
         "pipeline parallelism and drafts",
+        "mode simple and decode context parallelism",
         "unknown kind",
         "no hashes",
         "several groups in an old vLLM",

@@ -24,6 +24,8 @@ from tests.vllm.server import Server, until
 from tests.vllm.test_canonical_rows import FIRST, SECOND, step, stored, workers
 from tests.vllm.test_lora import OPTIONS, Asked, ask
 from tests.vllm.test_lora_server import LORA, hold
+from tests.vllm.test_state_tails import PROMPTS as TAILED
+from tests.vllm.test_state_tails import TAIL, UNIT
 from tests.vllm.test_states import HELD, PROMPTS, plain_answers
 
 pytestmark = pytest.mark.slow
@@ -157,22 +159,29 @@ def test_loads_that_fail_on_one_stage_preemptions_and_adapters(
         assert loaded(two) == all_bytes
 
 
-def test_states_beside_attention_also_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "hit", "more"),
+    [(PROMPTS, HELD, ()), (TAILED, TAIL, ("--prefix-match-unit", str(UNIT)))],
+    ids=["whole blocks", "tails"],
+)
+def test_states_beside_attention_also_after_a_kill(
+    tmp_path: Path, prompts: list[list[int]], hit: int, more: tuple[str, ...]
+) -> None:
     model, words = write_falcon_h1(tmp_path / "model"), stack(tmp_path)
-    expected = plain_answers(model)
+    expected = plain_answers(model, prompts)
     options = (
-        *(*STAGES, "--num-gpu-blocks-override", "60", "--enable-prefix-caching"),
+        *(*STAGES, "--num-gpu-blocks-override", "60", "--enable-prefix-caching", *more),
         *("--block-size", str(STATE_BLOCK), "--max-num-batched-tokens", str(STATE_BLOCK)),
     )
     with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
-        assert wrong(two.ask(PROMPTS), expected) == []
+        assert wrong(two.ask(prompts), expected) == []
         until(lambda: stored(two) > 0 and two.metric("kv_tiering_jobs_in_flight") == 0, 60, "the stores")
         two.evict()
-        assert wrong(two.ask(PROMPTS), expected) == []
-        assert two.metric("vllm:external_prefix_cache_hits_total") == HELD * len(PROMPTS)
+        assert wrong(two.ask(prompts), expected) == []
+        assert two.metric("vllm:external_prefix_cache_hits_total") == hit * len(prompts)
         from_cpu = loaded(two)
         assert from_cpu > 0
         two.end(signal.SIGKILL)
     with workers(model, tmp_path, 2, *options, tensor=1, words=words) as two:
-        assert wrong(two.ask(PROMPTS), expected) == []
+        assert wrong(two.ask(prompts), expected) == []
         assert loaded(two) == from_cpu
