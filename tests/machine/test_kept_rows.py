@@ -497,7 +497,8 @@ def test_an_engine_goes_on_when_the_service_ends(tmp_path: Path) -> None:
     with service_in_thread(tmp_path / "cache.sock", MEMORY) as service:
         engine = engine_of(service.path)
         engine.store(BLOCKS)
-    assert engine.settle(lambda: engine.manager.primary_tier.keeper is None)
+    keeper: Any = engine.manager.primary_tier.keeper
+    assert engine.settle(lambda: keeper._connection is None)
     engine.store(range(20, 24))
     wanted: Sequence[int] = [*BLOCKS, *range(20, 24)]
     assert engine.load(wanted) == (wanted, [])

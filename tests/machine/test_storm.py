@@ -63,4 +63,4 @@ def test_kills_and_stops_of_either_side_never_give_wrong_bytes(tmp_path: Path, t
         assert service.end() == 0
     print(f"{dict(done)}, {promoted} blocks came from the service")
     assert wrong == []
-    assert promoted > 0 or (tiers[0] == PEERS_TIER and done["service"])  # their rows are those of a dead service
+    assert promoted > 0 or (tiers[0] == PEERS_TIER and done["service"])  # a round may end before rows are shown

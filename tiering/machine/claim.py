@@ -39,10 +39,18 @@ WORD_BYTES = 8
 class KeptRegion(SharedRegion):
     """Rows of the service, with a word per row."""
 
-    __slots__ = ("connection", "words")
+    __slots__ = ("claim", "connection", "is_left", "path", "words", "words_fd")
 
+    claim: bytes
+    """Text of the claim."""
+    path: str
+    """Path of the service's socket."""
     connection: ServiceSocket
-    """The connection of the claim."""
+    """The connection of the claim, or a later one over which the rows were shown to another service."""
+    is_left: bool
+    """True once the rows are closed."""
+    words_fd: int
+    """Memory of the words."""
     words: NDArray[np.uint64]
     """A word per row."""
 
@@ -86,6 +94,7 @@ class KeptRegion(SharedRegion):
             words.madvise(mmap.MADV_DONTFORK)
             if number := advise(region.address, num_rows * row_stride(row_bytes), mmap.MADV_DONTFORK):
                 raise RegionError(f"the rows cannot be kept from children: {os.strerror(number)}")
+            region.words_fd, region.is_left = os.dup(fds[1]), False
         except BaseException:
             connection.close()
             if own >= 0:
@@ -96,19 +105,44 @@ class KeptRegion(SharedRegion):
                 os.close(fd)
         return region.prepared(side.share, side.in_background)
 
+    def shown(self, fds: Sequence[int]) -> ServiceSocket | None:
+        """Show the rows to a service that has not made them, and return the connection; None if that failed.
+
+        A thread of its own calls this method, because a service may take seconds to answer.
+
+        Args:
+            fds: descriptors of rows and words, which are closed.
+        """
+        try:
+            connection, _ = _ask(self.path, self.claim, fds)
+        except (OSError, TieringError) as error:
+            _log.warning("machine.keep_rows: other engines do not find the blocks of this one: %s", error)
+            return None
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if self.is_left:
+            connection.close()
+            return None
+        return connection
+
     def close(self) -> None:
+        if not self.is_left:
+            self.is_left = True
+            os.close(self.words_fd)
         super().close()
         self.connection.close()
 
 
-def _ask(path: str, text: bytes) -> tuple[ServiceSocket, list[int]]:
+def _ask(path: str, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSocket, list[int]]:
+    """Claim rows, or show those of ``shown``; return the connection and the descriptors that came."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     fds: list[int] = []
     try:
         peer.settimeout(HANDSHAKE_SECONDS)
         peer.connect(path)
         ((message, _),) = messages([pack(Record(Kind.CLAIM, text=text))], 0)
-        peer.send(message)
+        socket.send_fds(peer, [message], list(shown))
         answer, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 2, socket.MSG_CMSG_CLOEXEC)
         if not answer:
             raise TieringError("the service hung up")
@@ -176,4 +210,6 @@ def claim_rows(
     except (OSError, TieringError) as error:
         _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
         return None
-    return KeptRegion.mapped(connection, fds, num_rows, row_bytes, side)
+    region = KeptRegion.mapped(connection, fds, num_rows, row_bytes, side)
+    region.path, region.claim = path, text
+    return region

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows
 from tiering.machine.claim import WORD_BYTES, KeptRegion
+from tiering.machine.link import ServiceSocket
 from tiering.machine.messages import MAX_KEYS, MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.tier import MachineTier
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -27,6 +31,9 @@ MESSAGES_PER_STEP = 8
 MOST_PENDING = 1 << 16
 """Rows that wait to be reported, beyond which the oldest are not."""
 
+SHOW_AGAIN, LONGEST_SHOW = 5.0, 600.0
+"""Seconds between attempts to show the rows to a service that has not made them; the wait doubles."""
+
 _ONE, _TWO = np.uint64(1), np.uint64(2)
 _Words = NDArray[np.uint64]
 
@@ -37,6 +44,9 @@ class RowLedger:
     The scheduler's thread calls all methods. A word is odd from the moment that a row is taken until it is written, so
     that a row whose engine died meanwhile does not count. The service computes a digest of each reported block, and
     compares the word before and after.
+
+    If the service ends, the ledger shows the rows to the next one, once that serves all tiers, and reports their blocks
+    again: other engines find them there. No later engine gets these rows.
 
     Args:
         region: the rows.
@@ -54,8 +64,17 @@ class RowLedger:
         agreement: EpochAgreement,
         inherited: Callable[[int], object],
     ) -> None:
+        self._region = region
         self._words: _Words = region.words
-        self._connection = region.connection
+        self._connection: ServiceSocket | None = region.connection
+        self._shown: deque[ServiceSocket | None] = deque()
+        """The outcome of the attempt to show the rows, which a thread has put there."""
+        self._showing = False
+        self._show_due, self._show_wait = 0.0, SHOW_AGAIN
+        self._reported = np.zeros(len(self._words), np.bool_)
+        """The rows whose blocks were reported and have not been taken since."""
+        self._again_at = len(self._words)
+        """Row from which on blocks are to be reported again, to a service that has not made the rows."""
         self._primary = primary
         self._tiers = tiers
         self._agreement = agreement
@@ -67,11 +86,15 @@ class RowLedger:
 
     def taken(self, rows: Rows) -> None:
         self._words[rows] = (self._words[rows] | _ONE) + _TWO
+        self._reported[rows] = False
 
     def written(self, rows: Rows) -> None:
         self._words[rows] = (self._words[rows] | _ONE) + _ONE
 
     def report(self, keys: Sequence[OffloadKey], rows: Rows) -> None:
+        self._reported[rows] = True
+        if self._connection is None:
+            return
         self._pending.append((keys, rows, self._words[rows]))
         self._num_pending += len(rows)
         while self._num_pending > MOST_PENDING:
@@ -80,20 +103,58 @@ class RowLedger:
     def cleared(self) -> None:
         np.bitwise_or(self._words, _ONE, out=self._words)
         np.add(self._words, _TWO, out=self._words)
+        self._reported.fill(False)
         self._pending.clear()
         self._num_pending = 0
 
     def step(self) -> None:
+        connection = self._connection or self._show()
+        if connection is None:
+            return
         try:
-            self._read()
-            self._report()
+            self._read(connection)
+            self._report(connection)
         except (OSError, MessageError) as error:
             _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
-            self._primary.keeper = None
+            connection.close()
+            self._connection = None
+            self._unsent.clear()
+            self._pending.clear()
+            self._num_pending = 0
+
+    def _show(self) -> ServiceSocket | None:
+        """Return the connection to a service that has been shown the rows; None while there is none."""
+        if self._shown:
+            self._showing = False
+            if (connection := self._shown.popleft()) is not None:
+                self._region.connection = self._connection = connection
+                self._unsent = [pack(Record(Kind.HELD))]
+                self._again_at, self._show_wait = 0, SHOW_AGAIN
+            return connection
+        now = time.monotonic()
+        if not self._showing and now >= self._show_due and None not in {each.settled_weights for each in self._tiers}:
+            self._showing, self._show_due = True, now + self._show_wait
+            self._show_wait = min(2 * self._show_wait, LONGEST_SHOW)
+            fds = os.dup(self._region.fd), os.dup(self._region.words_fd)
+            region, shown = self._region, self._shown
+            try:
+                threading.Thread(target=lambda: shown.append(region.shown(fds)), name="kv-rows", daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("machine.keep_rows: no thread can be started (%s); the next attempt follows", error)
+                for fd in fds:
+                    os.close(fd)
+                self._showing = False
+        return None
 
     # -------------------------------------------------------------------------------------------------------- reporting
 
-    def _report(self) -> None:
+    def _report(self, connection: ServiceSocket) -> None:
+        if not self._pending and self._again_at < len(self._words):
+            first, self._again_at = self._again_at, self._again_at + MAX_KEYS
+            rows = first + np.flatnonzero(self._reported[first : self._again_at])
+            known = zip(rows.tolist(), self._primary.keys_of(rows), strict=True)
+            held = {row: key for row, key in known if key is not None}
+            self.report(list(held.values()), np.fromiter(held, np.int64, len(held)))
         if self._pending:
             weights = {tier.settled_weights for tier in self._tiers}
             if len(weights) == 1 and (found := weights.pop()) is not None:
@@ -107,27 +168,27 @@ class RowLedger:
                             pack(Record(Kind.HELD, text=text, keys=keys[part], rows=rows[part].tolist()))
                         )
         sent = 0
-        for message, count in messages(self._unsent, self._connection.sent):
+        for message, count in messages(self._unsent, connection.sent):
             try:
-                self._connection.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                connection.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 break
-            self._connection.sent += 1
+            connection.sent += 1
             sent += count
         del self._unsent[:sent]
 
     # ------------------------------------------------------------------------------------------------------- inheriting
 
-    def _read(self) -> None:
+    def _read(self, connection: ServiceSocket) -> None:
         for _ in range(MESSAGES_PER_STEP):
             try:
-                message = self._connection.socket.recv(MAX_MESSAGE + 1, socket.MSG_DONTWAIT)
+                message = connection.socket.recv(MAX_MESSAGE + 1, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             if not message:
                 raise MessageError("the service has ended the connection")
-            records = read(message, self._connection.received)
-            self._connection.received += 1
+            records = read(message, connection.received)
+            connection.received += 1
             for record in records:
                 if record.kind == Kind.KEPT:
                     self._inherit(record)
@@ -147,6 +208,7 @@ class RowLedger:
         words = np.frombuffer(record.text, np.uint64)
         good = (self._words[rows] == words) & (words & _ONE == 0)
         chosen = dict(zip(compress(record.keys, good), rows[good].tolist(), strict=True))
+        self._reported[rows[good]] = True
         # For a shared medium that is found later, the rows hold older blocks.
         self._agreement.in_use = True
         self._inherited(self._primary.inherit(list(chosen), np.fromiter(chosen.values(), np.int64, len(chosen))))

@@ -17,7 +17,7 @@ import numpy as np
 from tiering.api.keys import GROUP_BYTES, OffloadKey
 from tiering.errors import TieringError
 
-VERSION = 3
+VERSION = 4
 """Version of the messages; both sides must have the same one."""
 
 MAX_MESSAGE = 60 << 10
@@ -64,7 +64,10 @@ class Kind(IntEnum):
     FOLLOWED = 9
     """Engine: the number names the generation that the engine's rows belong to."""
     CLAIM = 10
-    """Engine: the first record of a process that maps rows of the service; the text describes them."""
+    """Engine: the first record of a process that maps rows of the service; the text describes them.
+
+    With two descriptors, the rows and their words are those of an earlier service.
+    """
     HELD = 11
     """Engine: rows that hold blocks; the text has a word per row, and the state of the weights."""
     USE = 12

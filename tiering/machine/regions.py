@@ -35,6 +35,7 @@ from tiering.machine.options import PEERS_TIER
 from tiering.machine.peer_rows import HeldBlock, PeerRows
 from tiering.machine.peers import Peer, present_stamp, stamp_of
 from tiering.machine.region import Region, RowsClaim
+from tiering.machine.rows import check_rows
 from tiering.primary.memory.filelock import try_lock, unlock
 from tiering.primary.memory.region import PAGE, make_sealed
 from tiering.primary.memory.room import available_bytes
@@ -128,22 +129,65 @@ class Regions:
         Raises:
             TieringError: there is no room, or the claim breaks the protocol.
         """
-        claim = RowsClaim.of(text)
-        if (nbytes := claim.rows * claim.stride) > self._most_bytes:
-            raise ConfigError(
-                f"the engine's CPU tier has {format_bytes(nbytes)}, and primary.capacity in the service's stack "
-                f"allows {format_bytes(self._most_bytes)}; raise it there"
-            )
+        claim = self._checked(text)
         region = self._named.get(claim.name)
         if region is None or not region.peers or region.claim != claim or len(region.peers) >= claim.sides:
             region = self._named[claim.name] = self._free(claim) or self._make(claim)
         pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
         region.unproved |= pidfd < 0
         region.pidfds.append(pidfd)
+        self._take_in(peer, region)
+        return region.fd, region.words_fd
+
+    def show(self, peer: Peer, text: bytes, fds: Sequence[int]) -> None:
+        """Let engines find the blocks in rows that an earlier service has made.
+
+        No later engine gets these rows. Processes that have mapped them may be unknown here, so that nothing proves
+        their death. A load needs no such proof: it compares words and digest.
+
+        Args:
+            peer: the connection of the process that reports blocks.
+            text: text of the claim.
+            fds: descriptors of rows and words, which the caller closes.
+
+        Raises:
+            TieringError: the rows are shown already, or break the protocol.
+        """
+        claim = self._checked(text)
+        if len(fds) != 2 or len(self._regions) >= MOST_REGIONS:
+            raise MessageError(f"rows were shown with {len(fds)} descriptors, beside {len(self._regions)} others")
+        sizes = claim.rows * claim.stride, claim.rows * WORD_BYTES
+        for fd, nbytes in zip(fds, sizes, strict=True):
+            check_rows(fd, nbytes, sealed=True)
+        found = os.fstat(fds[0])
+        file = found.st_dev, found.st_ino
+        if any(region.file == file for region in self._regions):
+            raise MessageError("rows were shown that the service has already")
+        maps = [mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) for fd, nbytes in zip(fds, sizes, strict=True)]
+        rows = np.frombuffer(maps[0], np.uint8).reshape(claim.rows, claim.stride)
+        words = np.frombuffer(maps[1], np.uint64)
+        region = Region(claim, os.dup(fds[0]), os.dup(fds[1]), rows, words, file, unproved=True)
+        self._regions.append(region)
+        self._take_in(peer, region)
+
+    def _take_in(self, peer: Peer, region: Region) -> None:
         region.peers.append(peer)
         region.left_at = None
         self._of[peer] = region
-        return region.fd, region.words_fd
+
+    def _checked(self, text: bytes) -> RowsClaim:
+        """Return the claim in a text.
+
+        Raises:
+            TieringError: it breaks the protocol, or its rows are too large.
+        """
+        claim = RowsClaim.of(text)
+        if (nbytes := claim.rows * claim.stride) > self._most_bytes:
+            raise ConfigError(
+                f"the engine's CPU tier has {format_bytes(nbytes)}, and primary.capacity in the service's stack "
+                f"allows {format_bytes(self._most_bytes)}; raise it there"
+            )
+        return claim
 
     def _free(self, claim: RowsClaim) -> Region | None:
         """Return a region that an engine like this one has left, without its traces; None if there is none."""

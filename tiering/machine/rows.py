@@ -42,8 +42,13 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int 
     return int(found)
 
 
-def check_rows(fd: int, nbytes: int) -> None:
+def check_rows(fd: int, nbytes: int, *, sealed: bool = False) -> None:
     """Check that ``fd`` is memory of this user with at least ``nbytes`` bytes that no death can take away.
+
+    Args:
+        fd: descriptor of the file.
+        nbytes: bytes that it must have.
+        sealed: True if privacy does not do in place of a seal; default False.
 
     Raises:
         RegionError: the file is too small, not in memory, not private, or anyone with its name could cut it.
@@ -52,12 +57,13 @@ def check_rows(fd: int, nbytes: int) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
         raise RegionError(f"the rows' file has {found.st_size} bytes, not {nbytes}")
     try:
-        sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK
+        is_sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK
     except OSError as error:
         raise RegionError(f"the rows' file is not in memory: {error.strerror}") from error
     # Rows that several processes map cannot be sealed. They have a name in /dev/shm until all have mapped them; from
     # then on, only these processes can reach the file.
-    if not sealed and (found.st_nlink or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS):
+    is_private = not (found.st_nlink or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS)
+    if not is_sealed and (sealed or not is_private):
         raise RegionError("the rows' file is neither sealed nor private to the engine's processes")
 
 

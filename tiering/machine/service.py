@@ -328,7 +328,9 @@ class MachineService:
         elif peer in self.regions:
             self.regions.take(peer, record)
         elif record.kind == Kind.CLAIM and peer.received == 1:
-            self._welcome(peer, self.regions.claim(peer, record.text))
+            if fds:
+                self.regions.show(peer, record.text, fds)
+            self._welcome(peer, () if fds else self.regions.claim(peer, record.text))
         elif record.kind != Kind.HELLO or peer.received != 1:
             raise MessageError("a connection began without a greeting")
         else:

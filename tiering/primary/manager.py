@@ -392,6 +392,11 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
                 self._events.add(_event(inherited, removed=False))
         return len(free)
 
+    def keys_of(self, rows: Rows) -> list[OffloadKey | None]:
+        """Return the key of each row, or None for one without a block."""
+        keys: list[OffloadKey | None] = self._table.keys[rows].tolist()
+        return keys
+
     # --------------------------------------------------------------------------------------------------------- the rest
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
