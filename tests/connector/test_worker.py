@@ -210,6 +210,19 @@ def test_steps_that_share_one_message_without_orders_start_each_deferred_store_o
     assert meta() == NOTHING_TO_DO
 
 
+def test_stores_too_large_to_make_at_once_start_with_the_next_step(handler: FakeHandler) -> None:
+    handler.transfer_at_once = lambda jobs: [2]  # type: ignore[method-assign]
+    worker = OffloadingConnectorWorker(Spec(handler))
+    worker.register_kv_caches({"l0": torch.zeros(BLOCKS, 16)})
+    step(worker, meta(reqs_to_store={"a": store(1), "b": store(2)}, states_to_store={"c": store(3)}))
+    assert handler.log == []
+    handler.ended.append(1)
+    report = step(worker, meta(jobs_to_flush=frozenset({1, 2})))
+    assert handler.log == ["start 2", "start 3", "wait 2"]
+    assert report.meta == OffloadingWorkerMetadata({1: 1, 2: 1}, set())
+    worker.shutdown()
+
+
 def test_a_flush_starts_what_is_deferred_and_waits_for_the_named_jobs_only(
     worker: OffloadingConnectorWorker, handler: FakeHandler
 ) -> None:
@@ -523,8 +536,8 @@ def test_bytes_survive_the_way_to_the_rows_and_back(shape: tuple[int, ...]) -> N
     worker.register_kv_caches({"l0": cache})
     expected = cache.select(blocks, 2).clone()
     row = CPULoadStoreSpec([5])
-    step(worker, meta(reqs_to_store={"a": TransferOrder(1, (GPULoadStoreSpec([2], [1], [0]), row))}))
-    assert step(worker, meta(jobs_to_flush=frozenset({1}))).meta == OffloadingWorkerMetadata({1: 1}, set())
+    report = step(worker, meta(reqs_to_store={"a": TransferOrder(1, (GPULoadStoreSpec([2], [1], [0]), row))}))
+    assert report.meta == OffloadingWorkerMetadata({1: 1}, set()), "a small store ends with its step"
     cache.zero_()
     step(worker, meta(reqs_to_load={"a": TransferOrder(2, (row, GPULoadStoreSpec([6], [1], [0])))}))
     assert step(worker, meta(jobs_to_flush=frozenset({2}))).received <= {"a"}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import numpy as np
 import pytest
+import torch
 
 from tests.copy import kv
 from tiering.api.transfer import CPULoadStoreSpec, GPULoadStoreSpec
 from tiering.copy.contract import TransferError
-from tiering.copy.host import Direction, HostCopyHandler
-from tiering.copy.layout import RowLayout
+from tiering.copy.host import Direction, HostCopyHandler, runs_of
+from tiering.copy.layout import GroupPages, RowLayout
 from tiering.errors import ConfigError
 
 
@@ -142,6 +144,108 @@ def test_what_a_step_needs_is_copied_in_its_own_thread() -> None:
     handler.shutdown()
     with pytest.raises(TransferError, match="shut down"):
         handler.transfer_first([(4, spec(7, 3)[::-1])])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "runs"),
+    [
+        ([4, 5, 6], [7, 8, 9], 1),
+        ([2, 1, 0], [3, 4, 5], 1),
+        ([1, 2, 3], [4, 2, 0], 1),
+        ([5, 9, 8], [1, 3, 5], 2),
+        ([0, 0, 7, 9], [1, 2, 3, 4], 3),
+        ([3, 5, 7, 9, 2, 1, 0, 8], [5, 6, 7, 8, 2, 1, 0, 9], 3),
+    ],
+)
+def test_pages_at_equal_distances_are_one_copy(gpu: list[int], rows: list[int], runs: int) -> None:
+    pages = GroupPages(0, *(np.array(ids, np.int64) for ids in (gpu, rows, [0] * len(gpu))))
+    found, places = runs_of(pages), np.arange(10)
+    assert [block for blocks, _, _ in found for block in places[blocks].tolist()] == gpu
+    assert [row for _, of_rows, _ in found for row in places[of_rows].tolist()] == rows
+    assert len(found) == runs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_pages_are_copied_to_their_own_places(seed: int) -> None:
+    dice = random.Random(seed)
+    cache = kv.canonical()
+    layout = RowLayout.of(cache, dice.choice([1, 1, 3]))
+    rows, factor = kv.make_rows(layout), layout.block_size_factor
+    most = min(len(cache.tensors[0].tensor) // factor, len(rows))
+    first, by, count = dice.randrange(most), dice.choice([-2, -1, 1, 2]), dice.randrange(1, most + 1)
+    taken = [(first + number * by) % most for number in range(count)]
+    if dice.random() < 0.5:
+        taken = dice.sample(range(most), count)
+    taken = list(dict.fromkeys(taken))
+    blocks = [block * factor + sub for block in dice.sample(range(most), len(taken)) for sub in range(factor)]
+    job = GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(taken)
+    store = HostCopyHandler(cache, rows, layout, Direction.STORE)
+    load = HostCopyHandler(cache, rows, layout, Direction.LOAD)
+    before = {block: kv.gpu_block(cache, 0, block) for block in range(len(cache.tensors[0].tensor))}
+    untouched = np.delete(rows, taken, axis=0)
+    assert store.transfer_at_once([(1, job)]) == []
+    assert np.array_equal(np.delete(rows, taken, axis=0), untouched)
+    for tensor in cache.tensors:
+        tensor.tensor[torch.as_tensor(blocks)] = 0
+    load.transfer_first([(2, job[::-1])])
+    assert {block: kv.gpu_block(cache, 0, block) for block in before} == before
+    store.shutdown()
+    load.shutdown()
+
+
+def test_small_stores_are_made_in_the_thread_of_the_caller_and_a_wrong_one_is_left_out() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    rows = kv.make_rows(layout)
+    handler = Blocked(cache, rows, layout, Direction.STORE)
+    handler.gate.set()
+    assert handler.transfer_at_once([(1, spec(7, 3)), (2, spec(1, 10**6)), (3, spec(4, 5))]) == [2]
+    assert handler.thread is threading.main_thread()
+    assert [rows[row, : layout.row_bytes].tobytes() for row in (3, 5)] == [kv.gpu_block(cache, 0, b) for b in (7, 4)]
+    results = handler.get_finished()
+    assert [(result.job_id, result.success, result.transfer_size) for result in results] == [
+        (1, True, layout.row_bytes),
+        (3, True, layout.row_bytes),
+    ]
+    assert handler.get_finished() == []
+    handler.shutdown()
+    assert handler.transfer_at_once([(4, spec(7, 3))]) == [4]
+
+
+def test_stores_that_would_hold_the_step_up_are_left_to_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    monkeypatch.setattr("tiering.copy.host._FIRST_BYTES", 2 * layout.row_bytes)
+    handler = HostCopyHandler(cache, kv.make_rows(layout), layout, Direction.STORE)
+    large = GPULoadStoreSpec([1, 2, 3], [3], [0]), CPULoadStoreSpec([1, 2, 3])
+    monkeypatch.setattr("tiering.copy.host._AT_ONCE_SECONDS", 1e9)
+    assert handler.transfer_at_once([(1, spec(4, 4)), (2, large), (3, spec(5, 5)), (4, spec(6, 6))]) == [2, 4]
+    assert handler.transfer_at_once([(2, large), (4, spec(6, 6))]) == [], "as fast as it was"
+    monkeypatch.setattr("tiering.copy.host._AT_ONCE_SECONDS", 0.0)
+    assert handler.transfer_at_once([(5, spec(7, 7))]) == []
+    assert handler.transfer_at_once([(6, spec(8, 8))]) == [6], "all copies were slow"
+    assert [result.job_id for result in handler.get_finished()] == [1, 3, 2, 4, 5]
+    handler.shutdown()
+
+
+def test_a_small_store_that_raises_is_a_failed_result(caplog: pytest.LogCaptureFixture) -> None:
+    handler = blocked(ValueError("out of order"))
+    handler.gate.set()
+    assert handler.transfer_at_once([(1, spec()), (2, spec(2, 2))]) == []
+    assert [(result.job_id, result.success) for result in handler.get_finished()] == [(1, False), (2, False)]
+    assert "copy job 2 failed: out of order" in caplog.text
+    handler.shutdown()
+
+
+def test_a_rank_that_writes_no_rows_makes_no_store_at_once() -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache, 1, 1, 2, 2)
+    rows = kv.make_rows(layout)
+    before = rows.copy()
+    handler = HostCopyHandler(cache, rows, layout, Direction.STORE)
+    assert handler.transfer_at_once([(1, spec())]) == [1]
+    assert np.array_equal(rows, before)
+    handler.shutdown()
 
 
 def test_loads_do_not_wait_behind_stores() -> None:

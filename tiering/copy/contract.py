@@ -53,6 +53,19 @@ class OffloadingHandler(ABC):
         """
         return [job_id for job_id, spec in jobs if not self.transfer_async(job_id, spec)]
 
+    def transfer_at_once(self, jobs: Sequence[tuple[int, TransferSpec]]) -> Collection[int]:
+        """Run small transfers in the caller's thread, where that costs less than another thread's help.
+
+        All earlier work of the engine has ended, or the handler runs none of the transfers. Results are returned later.
+
+        Args:
+            jobs: job id and transfer of each.
+
+        Returns:
+            The ids of the transfers that were not run and are to be started; by default, those of all.
+        """
+        return [job_id for job_id, _ in jobs]
+
     def transfer_first(self, jobs: Sequence[tuple[int, TransferSpec]]) -> None:
         """Run transfers before all later work of the engine, which cannot do without them.
 
@@ -110,6 +123,17 @@ class OffloadingWorker:
         for handler, part in self._by_handler(jobs).items():
             refused += [job_id for job_id, _ in part] if handler is None else handler.transfer_all_async(part)
         return refused
+
+    def transfer_at_once(self, jobs: Sequence[tuple[int, TransferSpec]]) -> set[int]:
+        """Run small transfers now; see :meth:`OffloadingHandler.transfer_at_once`.
+
+        Returns:
+            The ids of the transfers that were not run and are to be started.
+        """
+        left = set[int]()
+        for handler, part in self._by_handler(jobs).items():
+            left.update([job_id for job_id, _ in part] if handler is None else handler.transfer_at_once(part))
+        return left
 
     def _by_handler(
         self, jobs: Sequence[tuple[int, TransferSpec]]

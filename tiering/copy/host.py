@@ -1,7 +1,9 @@
 """Copies for engines whose KV cache is in host memory.
 
-Copies run on threads of their own. Each page is one assignment of bytes, for which numpy releases the GIL. An index of
-many pages at once would move all bytes twice, through memory of its own, and keep the GIL below 500 elements.
+Copies run on threads of their own, but for loads that a step needs and small stores. The engine's thread makes these
+itself: that costs less than to wake another thread, which shares the interpreter with it and has no page in its cache.
+Each run of pages at equal distances is one assignment of bytes, for which numpy releases the GIL. An index of pages
+at any places would move all bytes twice, through memory of its own, and keep the GIL below 500 elements.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import os
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -35,7 +38,21 @@ _SPLIT_BYTES = 16 << 20
 _TOGETHER_BYTES = 4 << 20
 """Most bytes of transfers that are copied together."""
 
+_AT_ONCE_SECONDS = 1e-3
+"""Most seconds that a step's small stores take the engine's thread."""
+
+_FIRST_BYTES = 4 << 20
+"""Most bytes of small stores until some were measured."""
+
+_MEASURED = 16
+"""Number of the latest steps whose small stores are measured.
+
+The fastest of them counts: the others may have waited for a processor.
+"""
+
 Pages = NDArray[np.uint8]
+Runs = list[tuple[slice, slice, int]]
+"""Pages by their GPU blocks, their rows, and their place in each of these rows."""
 
 
 class Direction(Enum):
@@ -60,6 +77,32 @@ def check_rows(rows: NDArray[np.uint8], layout: RowLayout) -> None:
             f"the primary tier's rows ({rows.dtype}, {rows.shape}) cannot hold blocks of {layout.row_bytes} bytes; "
             "scheduler and workers must be given the same configuration"
         )
+
+
+def runs_of(pages: GroupPages) -> Runs:
+    """Return pages as runs: the GPU blocks of a run are at equal distances, and its rows too.
+
+    Blocks and rows of one allocation often are neighbours.
+    """
+    gpu, rows, subs = pages.gpu.tolist(), pages.rows.tolist(), pages.subs.tolist()
+    runs, start, count = Runs(), 0, len(gpu)
+    while start < count:
+        end, by, down = start + 1, 1, 1
+        if end < count and subs[end] == subs[start] and gpu[end] != gpu[start] and rows[end] != rows[start]:
+            by, down = gpu[end] - gpu[start], rows[end] - rows[start]
+            while end < count and gpu[end] - gpu[end - 1] == by and rows[end] - rows[end - 1] == down:
+                if subs[end] != subs[start]:
+                    break
+                end += 1
+        runs.append((_steps(gpu[start], end - start, by), _steps(rows[start], end - start, down), subs[start]))
+        start = end
+    return runs
+
+
+def _steps(first: int, count: int, step: int) -> slice:
+    """Return the slice of ``count`` places from ``first`` on."""
+    end = first + count * step
+    return slice(first, end if end >= 0 else None, step)
 
 
 class PlannedHandler(OffloadingHandler):
@@ -98,6 +141,11 @@ class PlannedHandler(OffloadingHandler):
         return not self.transfer_all_async([(job_id, spec)])
 
     def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
+        orders, refused = self._checked(jobs)
+        return refused + self._start_all(orders)
+
+    def _checked(self, jobs: Sequence[tuple[int, TransferSpec]]) -> tuple[list[Order], list[int]]:
+        """Return the transfers that can be made, and the ids of the others."""
         refused: list[int] = []
         orders: dict[int, Order] = {}
         for job_id, spec in jobs:
@@ -108,7 +156,7 @@ class PlannedHandler(OffloadingHandler):
             except TransferError as error:
                 logger.error("copy job %d could not be started: %s", job_id, error)
                 refused.append(job_id)
-        return refused + self._start_all(list(orders.values()))
+        return list(orders.values()), refused
 
     def transfer_first(self, jobs: Sequence[tuple[int, TransferSpec]]) -> None:
         self._run_first([self._order(job_id, spec) for job_id, spec in jobs])
@@ -245,6 +293,35 @@ class HostCopyHandler(PlannedHandler):
         self._threads = threads or min(2, os.cpu_count() or 1)
         self._pool = _started_pool(self._threads, f"kv-tiering-{direction.name.lower()}")
         self._running: dict[int, _Batch] = {}
+        self._speeds = deque[float](maxlen=_MEASURED)
+        """Bytes per second of the latest transfers that were made at once."""
+        self._block_bytes = max(layout.gpu_block_bytes)
+        self._most_at_once = _FIRST_BYTES * layout.writes
+        """Most bytes of transfers that are made at once."""
+
+    def transfer_at_once(self, jobs: Sequence[tuple[int, TransferSpec]]) -> Collection[int]:
+        room, small, left = self._most_at_once, list[tuple[int, TransferSpec]](), list[int]()
+        for job_id, spec in jobs:
+            size = len(spec[0].block_ids) * self._block_bytes if isinstance(spec[0], GPULoadStoreSpec) else room + 1
+            if size <= room:
+                small.append((job_id, spec))
+                room -= size
+            else:
+                left.append(job_id)
+        orders, refused = self._checked(small)
+        size, began = 0, time.monotonic()
+        for order in orders:
+            try:
+                self._copy_here(order)
+            except Exception as error:
+                logger.error("copy job %d failed: %s", order.job_id, error, exc_info=error)
+                self._instant.append(self._failed(order.job_id))
+            else:
+                size += order.size
+        if size:
+            self._speeds.append(size / (time.monotonic() - began))
+            self._most_at_once = int(max(self._speeds) * _AT_ONCE_SECONDS)
+        return left + refused
 
     def _start_all(self, orders: list[Order]) -> list[int]:
         """Start transfers, small ones together: they end together, and if one fails, all of them do."""
@@ -263,7 +340,7 @@ class HostCopyHandler(PlannedHandler):
         batch = _Batch(orders, time.monotonic(), ())
         if self._direction is Direction.LOAD or self._layout.writes:
             size = sum([order.size for order in orders])
-            work = [(layer, pages) for pages in _together(orders) for layer in self._layers[pages.group]]
+            work = self._work(_together(orders))
             parts = max(1, min(self._threads, len(work))) if size >= _SPLIT_BYTES else 1
             try:
                 batch.parts = tuple(self._pool.submit(self._copy, work[part::parts]) for part in range(parts))
@@ -276,21 +353,28 @@ class HostCopyHandler(PlannedHandler):
 
     def _run_first(self, orders: list[Order]) -> None:
         """Copy in the caller's thread; it would only wait for another one."""
-        kind = self._direction.value
         for order in orders:
-            began = time.monotonic()
-            seconds = self._copy((layer, pages) for pages in order.plan for layer in self._layers[pages.group]) - began
-            self._instant.append(TransferResult(order.job_id, True, order.size, seconds, kind))
+            self._copy_here(order)
 
-    def _copy(self, work: Iterable[tuple[_Layer, GroupPages]]) -> float:
+    def _copy_here(self, order: Order) -> None:
+        """Copy in the caller's thread, and note the result."""
+        began = time.monotonic()
+        seconds = self._copy(self._work(order.plan)) - began
+        self._instant.append(TransferResult(order.job_id, True, order.size, seconds, self._direction.value))
+
+    def _work(self, plan: Iterable[GroupPages]) -> list[tuple[_Layer, Runs]]:
+        """Return what is to be copied in each layer."""
+        return [(layer, runs) for pages in plan for runs in [runs_of(pages)] for layer in self._layers[pages.group]]
+
+    def _copy(self, work: Iterable[tuple[_Layer, Runs]]) -> float:
         store = self._direction is Direction.STORE
-        for layer, pages in work:
+        for layer, runs in work:
             cache, rows = layer.cache, layer.rows
-            for gpu, row, sub in zip(pages.gpu.tolist(), pages.rows.tolist(), pages.subs.tolist(), strict=True):
+            for blocks, of_rows, sub in runs:
                 if store:
-                    rows[row, sub] = cache[gpu]
+                    rows[of_rows, sub] = cache[blocks]
                 else:
-                    cache[gpu] = rows[row, sub]
+                    cache[blocks] = rows[of_rows, sub]
         return time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:

@@ -126,7 +126,7 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         """Start this step's stores, after the forward pass. A second call with the same metadata does nothing."""
         if metadata.store_event > self._prepared:
             self._prepared = metadata.store_event
-            self._deferred += metadata.orders().reqs_to_store.items()
+            self._store(metadata.orders().reqs_to_store)
             self._submit_deferred()
 
     def build_connector_worker_meta(self) -> SimpleCPUOffloadWorkerMetadata | None:
