@@ -15,10 +15,11 @@ CPU is that of all threads of the engine, until nothing is in flight, at most 20
 the engine's thread until the last answer; "ms per request" is what it has beyond none; "draining" is its time after the
 last answer. "Calls" are the engine thread's part in calls of the connector; vLLM's copy is one. "Runs" are the
 steps that ran the model; the other steps wait for an answer. "Copies" are the copies between GPU blocks and the CPU
-tier alone, which differ: ours run in numpy on threads, vLLM's in one native call. In "3 blocks an object", an offloaded
-block is three of the engine's (``blocks_per_chunk: 3``), so that a small prompt is one object of 384 KiB. A round is
-refused unless all engines give the same answers, all full blocks come back, and disk and bucket then hold each block,
-as their administration lists them. Ratios are medians of those within a round; an interval is a bootstrap's 95%.
+tier alone, which differ: ours run in numpy, large ones on threads, vLLM's in one native call. In "3 blocks an object",
+an offloaded block is three of the engine's (``blocks_per_chunk: 3``), so that a small prompt is one object of 384 KiB.
+A round is refused unless all engines give the same answers, all full blocks come back, and disk and bucket then hold
+each block, as their administration lists them. Ratios are medians of those within a round; an interval is a bootstrap's
+95%.
 """
 
 from __future__ import annotations

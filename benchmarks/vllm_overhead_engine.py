@@ -186,6 +186,12 @@ class _Engine:
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self._copies = copies
+        self._copied_here = 0.0
+        """CPU seconds of the project's copies in the engine's own thread."""
+        half = getattr(worker(), "worker_half", None) if self.core.scheduler.connector else None
+        for handler in half.copies.handlers.values() if half is not None else ():
+            if hasattr(handler, "_copy_here"):
+                handler._copy_here = self._counted(handler._copy_here)
         self._calls = _CallTimes()
         for connector in [self.core.scheduler.connector, worker()] if self.core.scheduler.connector else []:
             self._calls.watch(connector)
@@ -253,15 +259,23 @@ class _Engine:
             time.sleep(STEP_PAUSE)
         return outputs
 
+    def _counted(self, copy: Callable[[Any], None]) -> Callable[[Any], None]:
+        def counted(order: Any) -> None:
+            began = time.thread_time()
+            copy(order)
+            self._copied_here += time.thread_time() - began
+
+        return counted
+
     def _copy_seconds(self) -> float:
-        """Return the CPU seconds of the copies so far: of the native call, or of the project's copy threads."""
+        """Return the CPU seconds of the copies so far: of the native call, or of the project's copies."""
         if self._copies is not None:
             return float(self._copies.seconds)
         seconds = 0
         for thread in threading.enumerate():
             if thread.name.startswith(("kv-tiering-store", "kv-tiering-load")):
                 seconds += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
-        return seconds / 1e9
+        return seconds / 1e9 + self._copied_here
 
 
 def _tokens(seed: int, length: int) -> list[int]:
