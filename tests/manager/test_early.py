@@ -386,3 +386,21 @@ def test_a_search_of_a_prefetch_looks_at_a_bounded_number_of_blocks(monkeypatch:
         end_loads(rig, tier)
     assert brought == [*KEYS[1:10], *KEYS[12:14]]
     assert max(asked) == 4
+
+
+def test_prefetches_that_wait_for_their_time_are_shared_fairly_by_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MOST_WAITING", 6)
+    rig, tier = rig_of(KEYS)
+    for number in range(8):
+        rig.manager.prefetch(KEYS[number : number + 1], b"greedy", 100.0 * ROW, 10.0 + number)
+    for number in range(8, 12):
+        rig.manager.prefetch(KEYS[number : number + 1], b"late", 100.0 * ROW, 1.0)
+    rig.step()
+    assert loading(tier) == []
+    begun: list[bytes] = []
+    for _ in range(40):
+        rig.clock.advance(0.5)
+        rig.step()
+        begun += loading(tier)
+        end_loads(rig, tier)
+    assert begun == [*KEYS[8:11], *KEYS[:3]], "three each, the earliest ones"

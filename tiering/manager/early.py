@@ -13,10 +13,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from secrets import token_hex
+from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
 from tiering.api.request import ReqContext
@@ -26,7 +27,10 @@ from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request, Requests
 
 MOST_WAITING = 1024
-"""Largest number of requests and prefetches that wait for promotions; further ones begin none."""
+"""Largest number of requests and prefetches that wait for promotions; further ones begin none.
+
+As many prefetches at most wait for their time. Beyond that, the tenant with the most of them loses its latest one.
+"""
 
 MOST_PREFETCHES = 16
 """Largest number of prefetches of one tenant at a time; further ones are dropped."""
@@ -78,6 +82,73 @@ class _Early:
     """Blocks that a prefetch is done with: nothing is brought twice, however soon it is evicted."""
 
 
+class _Later(NamedTuple):
+    """A prefetch that begins later."""
+
+    keys: Sequence[OffloadKey]
+    tenant: bytes
+    per_second: float
+    has_holes: bool
+
+
+class LaterPrefetches:
+    """The prefetches that wait for their time."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._heap: list[tuple[float, int]] = []
+        """Times and numbers; some prefetches are dropped by now."""
+        self._waiting: dict[int, _Later] = {}
+        self._of: dict[bytes, dict[int, None]] = {}
+        """Numbers of each tenant's prefetches, the latest last."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def next_due(self) -> float:
+        """Time before which none begins."""
+        return self._heap[0][0] if self._waiting else math.inf
+
+    def add(self, when: float, prefetch: _Later) -> None:
+        """Add a prefetch for a time; without room, the tenant with the most loses its latest one."""
+        own = self._of.setdefault(prefetch.tenant, {})
+        if len(self._waiting) >= MOST_WAITING:
+            most = max(self._of.values(), key=len)
+            if len(most) <= len(own) + 1:
+                if not own:
+                    del self._of[prefetch.tenant]
+                return
+            self._take(next(reversed(most)))
+        number = next(self._numbers)
+        self._waiting[number] = prefetch
+        own[number] = None
+        if len(self._heap) > 2 * MOST_WAITING:
+            self._heap = [listed for listed in self._heap if listed[1] in self._waiting]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (when, number))
+
+    def due(self, now: float) -> Iterator[_Later]:
+        """Yield and remove the prefetches whose time has come."""
+        while self._heap and self._heap[0][0] <= now:
+            number = heapq.heappop(self._heap)[1]
+            if number in self._waiting:
+                yield self._take(number)
+
+    def _take(self, number: int) -> _Later:
+        later = self._waiting.pop(number)
+        own = self._of[later.tenant]
+        del own[number]
+        if not own:
+            del self._of[later.tenant]
+        return later
+
+    def clear(self) -> None:
+        """Drop all."""
+        for listed in (self._heap, self._waiting, self._of):
+            listed.clear()
+
+
 class EarlyPromotions:
     """The early promotions of one manager.
 
@@ -115,8 +186,8 @@ class EarlyPromotions:
         self._prefix = f"kv_tiering prefetch {token_hex(8)}"
         """First part of the ids of prefetches, random: each id is that of no other request."""
         self._awake_until = -math.inf
-        self.later: list[tuple[float, int, Sequence[OffloadKey], bytes, float, bool]] = []
-        """A heap of prefetches that begin later, by their time; :meth:`prefetch` and :meth:`step` change it."""
+        self.later = LaterPrefetches()
+        """The prefetches that begin later; :meth:`prefetch` and :meth:`step` change them."""
 
     @property
     def steps_idle(self) -> bool:
@@ -126,7 +197,7 @@ class EarlyPromotions:
     @property
     def next_due(self) -> float:
         """Time before which no prefetch begins."""
-        return self.later[0][0] if self.later else math.inf
+        return self.later.next_due
 
     def add(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """Promote what the tiers hold of the prefix of a request that waits in the engine's queue."""
@@ -155,9 +226,7 @@ class EarlyPromotions:
             has_holes: True to go on behind a block that no tier holds; default False.
         """
         if after:
-            if len(self.later) < MOST_WAITING:
-                later = (self._clock() + after, next(self._number), keys, tenant, per_second, has_holes)
-                heapq.heappush(self.later, later)
+            self.later.add(self._clock() + after, _Later(keys, tenant, per_second, has_holes))
             return
         if len(self.waiting) >= MOST_WAITING or self._prefetches[tenant] >= MOST_PREFETCHES:
             return
@@ -170,9 +239,9 @@ class EarlyPromotions:
     def step(self) -> None:
         """Begin the prefetches that are due, and look at the next requests and prefetches in turn."""
         now = self._clock()
-        while self.later and self.later[0][0] <= now:
-            _, _, keys, owner, per_second, has_holes = heapq.heappop(self.later)
-            self.prefetch(keys, owner, per_second, has_holes=has_holes)
+        if now >= self.later.next_due:
+            for later in self.later.due(now):
+                self.prefetch(later.keys, later.tenant, later.per_second, has_holes=later.has_holes)
         for _ in range(min(LOOKS_PER_STEP, len(self.waiting))):
             early = self.waiting.popleft()
             tenant, request = early.tenant, early.request
