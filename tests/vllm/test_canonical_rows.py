@@ -17,16 +17,16 @@ from tests.wrapped_handler import Wrapped
 from tiering.api.transfer import CPULoadStoreSpec, TransferSpec
 from tiering.copy.contract import OffloadingHandler
 
-FIRST, SECOND = [prompt(seed) for seed in range(3)], [prompt(seed) for seed in range(10, 13)]
+FIRST, SECOND, THIRD = ([prompt(seed) for seed in range(start, start + 3)] for start in (0, 10, 20))
 ALL = whole_blocks(FIRST) * BLOCK_BYTES
-"""Bytes of the whole blocks of either list of prompts, all workers together."""
+"""Bytes of the whole blocks of each list of prompts, all workers together."""
 LAYERS, HEADS = 3, 2
 OMP_THREADS = {1: "0", 2: "0|1", 4: "0|1|0|1"}
 
 
 @pytest.fixture(scope="module")
 def expected(llama: Path) -> list[Answer]:
-    return answers_without_tiers(llama, [*FIRST, *SECOND])
+    return answers_without_tiers(llama, [*FIRST, *SECOND, *THIRD])
 
 
 def stack(path: Path) -> dict[str, Any]:
@@ -97,26 +97,37 @@ class SwappedHeads(Wrapped):
 def test_one_two_and_four_workers_find_each_other_s_blocks_after_a_restart(
     llama: Path, expected: list[Answer], tmp_path: Path
 ) -> None:
-    first, second = expected[: len(FIRST)], expected[len(FIRST) :]
+    """Each number of workers loads what both others have stored; two of four workers hold each head."""
+    first, second, third = (expected[place : place + 3] for place in (0, 3, 6))
+    with workers(llama, tmp_path, 4) as four:
+        store(four, FIRST, first)
     with engine(llama, stack(tmp_path)) as one:
-        assert wrong(one.ask(FIRST), first) == []
+        answers, loaded = one.loaded(lambda: one.ask(FIRST))
+        assert wrong(answers, first) == []
+        assert loaded == ALL
+        assert wrong(one.ask(SECOND), second) == []
         one.settle()
     with workers(llama, tmp_path, 2) as two:
-        assert wrong(two.ask(FIRST), first) == []
+        assert wrong(two.ask([*FIRST, *SECOND]), [*first, *second]) == []
         step(two)
-        assert two.loaded() == ALL
-        before = stored(two)
-        assert wrong(two.ask(SECOND), second) == []
-        until(lambda: stored(two) >= before + whole_blocks(SECOND), 60, "the stores of two workers")
+        assert two.loaded() == 2 * ALL
+        store(two, THIRD, third)
     with engine(llama, stack(tmp_path)) as one:
-        answers, loaded = one.loaded(lambda: one.ask(SECOND))
-        assert wrong(answers, second) == []
+        answers, loaded = one.loaded(lambda: one.ask(THIRD))
+        assert wrong(answers, third) == []
         assert loaded == ALL
-        negative_control(one, second)
-    with workers(llama, tmp_path, 4) as four:  # two heads: two workers hold each
-        assert wrong(four.ask([*FIRST, *SECOND]), expected) == []
+        negative_control(one, third)
+    with workers(llama, tmp_path, 4) as four:
+        assert wrong(four.ask([*SECOND, *THIRD]), [*second, *third]) == []
         step(four)
         assert four.loaded() == 2 * 2 * ALL
+
+
+def store(server: Server, prompts: list[list[int]], right: list[Answer]) -> None:
+    """Have the workers compute prompts, and wait until all blocks are on the disk."""
+    before = stored(server)
+    assert wrong(server.ask(prompts), right) == []
+    until(lambda: stored(server) >= before + whole_blocks(prompts), 60, "the stores of the workers")
 
 
 def test_windows_beside_full_attention_too(tmp_path: Path) -> None:
@@ -136,13 +147,13 @@ def test_windows_beside_full_attention_too(tmp_path: Path) -> None:
         assert two.loaded() == all_bytes
 
 
-def negative_control(one: Engine, second: list[Answer]) -> None:
+def negative_control(one: Engine, right: list[Answer]) -> None:
     """Heads in the wrong order change the answers."""
     one.evict()
     rows = one.worker._spec._region.array
     with one.loads_through(lambda inner: SwappedHeads(inner, rows)):
-        answers = one.ask(SECOND, params={"kv_tiering": {"store": False}})
-    assert wrong(answers, second) == [0, 1, 2]
+        answers = one.ask(THIRD, params={"kv_tiering": {"store": False}})
+    assert wrong(answers, right) == [0, 1, 2]
 
 
 def test_plain_and_canonical_blocks_of_one_engine_are_apart(
