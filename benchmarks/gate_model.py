@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -43,6 +43,8 @@ WARM_UP = 3
 
 :func:`cold` has them.
 """
+BURST = 16
+"""Prompts that :func:`burst` lets come at once."""
 EARLIER = 30
 """Requests of the engine before."""
 FRESH = 10
@@ -187,6 +189,13 @@ class GateModel:
         self._prefill = PrefillSpeed([group], self.manager, clock)
         self.ended: list[tuple[float, float, int]] = []
         """Arrival, seconds to the first token and loaded blocks of each request."""
+
+    def at_once(self) -> Self:
+        """Let all prompts come together with the first one."""
+        first = self._prompts[0].arrival
+        for prompt in self._prompts:
+            prompt.arrival = first
+        return self
 
     def run(self) -> list[tuple[float, float, int]]:
         """Return the arrival, the seconds to the first token and the loaded blocks of each request."""
@@ -341,6 +350,27 @@ def cold(cell: Cell, seed: int = 0, *, again: bool = False) -> Cold:
     auto = waits(cell, "auto", seed, kept_speeds(cell, seed) if again else None)
     best = min(never[0], always[0])
     return Cold(cell, auto[0] / best, mean(auto) / min(mean(never), mean(always)), auto[0] <= 1.05 * best + 0.01)
+
+
+def burst(cell: Cell, seed: int = 0, *, again: bool = False) -> Comparison:
+    """Return the comparison of an engine that has just started, and whose prompts all come at once.
+
+    Args:
+        cell: the conditions.
+        seed: seed of the runs.
+        again: True if the tier has kept the speeds of another engine; default: False.
+    """
+
+    def wait(policy: Policy) -> float:
+        speeds = kept_speeds(cell, seed) if again and policy == "auto" else None
+        return mean(seconds for _, seconds, _ in GateModel(cell, policy, seed, speeds).at_once().run())
+
+    return Comparison(cell, wait("never"), wait("always"), wait("auto"))
+
+
+def burst_grid() -> list[Cell]:
+    """Return the cells of :func:`burst`."""
+    return [replace(cell, requests=BURST) for cell in cold_grid() if cell.load == LOADS[0]]
 
 
 def cold_grid() -> list[Cell]:

@@ -167,3 +167,14 @@ def test_an_engine_that_has_measured_nothing_publishes_nothing() -> None:
     rig.step()
     rig.manager.shutdown()
     assert rig.kept.published == []
+
+
+def test_a_measured_time_of_zero_publishes_nothing() -> None:
+    rig = Rig()
+    rig.load(0.4, 10)
+    rig.manager.note_compute([0.0])
+    rig.step()
+    rig.clock.advance(FIRST_SECONDS)
+    rig.step()
+    rig.manager.shutdown()
+    assert rig.kept.published == []

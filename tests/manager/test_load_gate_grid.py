@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gate_model import Cell, Comparison, GateModel, cold, cold_grid, compare, grid
+from benchmarks.gate_model import Cell, Comparison, GateModel, burst, burst_grid, cold, cold_grid, compare, grid
 from tiering.connector import prefill
 
 CELLS = [cell for cell in grid(80, (2_000.0, 50_000.0), (512, 4_096)) if cell.speeds[0] != 0.3][::2]
@@ -60,6 +60,20 @@ def test_the_choice_is_never_worse_than_the_better_one_and_a_gate_that_always_lo
     always = [Comparison(one.cell, one.never, one.always, one.always) for one in compared]
     assert sum(not one.holds for one in always) > len(always) / 4
     assert mean_regret(always) > 1.0
+
+
+BURSTS = [cell for cell in burst_grid() if cell.tokens == 4_096]
+"""Every third cell of bursts that the model has."""
+
+
+def test_a_burst_on_a_fresh_engine_is_never_slower_than_without_a_tier() -> None:
+    assert [one for one in map(burst, BURSTS) if one.auto > 1.05 * one.never + 0.01] == []
+
+
+def test_a_burst_takes_no_longer_than_the_better_choice_once_the_speeds_are_known() -> None:
+    compared = [burst(cell, again=True) for cell in BURSTS]
+    assert [one for one in compared if not one.holds] == []
+    assert mean_regret(compared) < 0.01
 
 
 def test_a_busy_tier_is_used_as_long_as_it_is_faster() -> None:

@@ -142,10 +142,10 @@ def test_a_correction_fades_so_that_loads_are_tried_again() -> None:
     gate = LoadGate()
     gate.begin(10, 0.0)
     gate.end(10, 10, 1.0)
-    assert gate.decide(10, 2.5, 0.0, 1.0)
+    assert gate.decide(10, 2.5, 0.0, 0.0, 1.0)
     gate.correct(4.0, 1.0)
-    assert not gate.decide(10, 2.5, 0.0, 1.0)
-    assert gate.decide(10, 2.5, 0.0, 1.0 + 2.0 * CORRECTED_SECONDS)
+    assert not gate.decide(10, 2.5, 0.0, 0.0, 1.0)
+    assert gate.decide(10, 2.5, 0.0, 0.0, 1.0 + 2.0 * CORRECTED_SECONDS)
 
 
 def test_interval_and_sign_are_right_in_long_tailed_traffic() -> None:

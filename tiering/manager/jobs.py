@@ -289,8 +289,6 @@ class TierJobs:
             ctx, deadline = promotion.owner.ctx, state.traits.deadline(now, load=True)
             job = TransferJob(next(self._ids), tuple(promotion.keys), rows, True, ctx, now, False, deadline)
             self._loads[job.job_id] = promotion
-            if state.gate is not None:
-                state.gate.begin(len(job.keys), now)
             self._submit(state, state.tier.submit_load, job)
 
     def _submit(self, state: TierState, submit: Callable[[TransferJob], None], job: TransferJob) -> None:

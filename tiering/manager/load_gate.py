@@ -3,13 +3,16 @@
 A load of n blocks pays if it is expected to end before the engine would have computed them. Either all blocks of a run
 pay or none does, because both durations grow by a constant per block. Expected is the time of all blocks on their way
 from the tier and of the n blocks, and that from the end of a load to its blocks in the engine's cache at least. While
-no job of the tier ends, at least as long again as it has been silent. Requests that come before the end of a load are
-not considered: they compute where that is faster.
+no job of the tier ends, at least as long again as it has been silent. Prompts that wait for loads of the tier would
+queue in the engine as well: half of the time of computing them counts (:data:`QUEUED`).
 
 - Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
   less than computing. What an earlier engine has measured counts instead (:mod:`tiering.manager.kept_speeds`).
-- A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`).
+- A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`). If the
+  loads pay, that is behind all that waits already (:attr:`Request.load_queue`).
+- Of several prompts that come before anything is known, one waits for :data:`~tiering.manager.prefix_search.FIRST_WAIT`
+  only. It then shows the engine's speed, while the others' loads show the tier's.
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,
   so that latency and time per block can be told apart.
@@ -32,6 +35,13 @@ SHORTEST = 1e-4
 
 STAY = 1.05
 """Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
+
+QUEUED = 0.5
+"""Part of the queue in front of a load that would be in front of a computation, too.
+
+With 1, a burst is loaded or computed as a whole. With 0, it would be divided as if its requests came one by one, and
+what is computed holds up what has been loaded: the engine computes the tails of both.
+"""
 
 PROBE_SECONDS = 4.0
 """Shortest time between two pairs of loads that only measure, in seconds."""
@@ -64,6 +74,7 @@ class LoadGate:
         "_next_probe",
         "_outstanding",
         "_progress",
+        "awaited",
         "cut",
         "gated",
         "pays",
@@ -80,10 +91,17 @@ class LoadGate:
         self._is_short = True
         self.pays = True
         """True if the last load that was considered pays."""
+        self.awaited = 0
+        """Blocks on their way for which requests wait; without loads, the engine would have to compute them."""
         self.gated = 0
         """Blocks that the tier held and that requests computed because a load would have taken longer."""
         self.cut = 0
         """Blocks that requests waited for until computing would have taken as long."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if a load has ended, of this engine or of one before."""
+        return self._cost.per_unit is not None
 
     @property
     def measured(self) -> tuple[float, float] | None:
@@ -104,11 +122,12 @@ class LoadGate:
                 self._cost.observe(blocks, fixed + blocks * per_block, now)
 
     def begin(self, blocks: int, now: float) -> None:
-        """Record that a load of ``blocks`` was submitted."""
+        """Record that a load of ``blocks`` is wanted."""
         if not self._outstanding:
             self._begun = self._progress = now
             self._got, self._fixed = 0, True
         self._outstanding += blocks
+        self.awaited += blocks
 
     def end(self, blocks: int, arrived: int, now: float) -> None:
         """Record that a load of ``blocks`` has ended, and that ``arrived`` of them are there."""
@@ -129,11 +148,13 @@ class LoadGate:
 
     def expected(self, blocks: int, now: float) -> float:
         """Return the seconds until a load of ``blocks`` that is submitted now will have ended."""
-        cost, outstanding = self._cost, self._outstanding
-        seconds = 0.0
-        if cost.per_unit is not None:
-            seconds = cost.fixed + cost.per_unit * (outstanding + blocks)
-        return max(seconds, now - self._progress) if outstanding else seconds
+        cost = self._cost
+        seconds = 0.0 if cost.per_unit is None else cost.fixed + cost.per_unit * (self._outstanding + blocks)
+        return max(seconds, self._silence(now))
+
+    def _silence(self, now: float) -> float:
+        """Return the seconds since a block has come from a tier that has loads to do; 0 if it has none."""
+        return now - self._progress if self._outstanding else 0.0
 
     def correct(self, factor: float, now: float) -> None:
         """Correct the expected durations from now on, less and less.
@@ -146,12 +167,13 @@ class LoadGate:
         """
         self._factor, self._corrected = factor, now
 
-    def decide(self, blocks: int, compute: float, handover: float, now: float) -> bool:
+    def decide(self, blocks: int, compute: float, queue: float, handover: float, now: float) -> bool:
         """Return True if a load of ``blocks`` pays.
 
         Args:
             blocks: number of further blocks; 0 for those that are on their way already.
             compute: seconds of computing them.
+            queue: seconds of computing the awaited blocks.
             handover: seconds from the end of a load to the blocks in the engine's cache.
             now: present time.
         """
@@ -159,7 +181,9 @@ class LoadGate:
         if factor != 1.0:
             factor = math.pow(factor, math.pow(0.5, (now - self._corrected) / CORRECTED_SECONDS))
         seconds = self.expected(blocks, now) + handover
-        self.pays = factor * seconds <= (STAY * compute if self.pays else compute)
+        bound = STAY if self.pays else 1.0
+        is_heard = factor * self._silence(now) <= bound * compute
+        self.pays = is_heard and factor * seconds <= bound * (compute + QUEUED * queue)
         return self.pays
 
     def take_probe(self, blocks: int, now: float) -> int:

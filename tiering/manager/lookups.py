@@ -51,7 +51,7 @@ class ManagerLookups(ManagerParts):
             request.is_early, request.awaited = False, None  # the early search has left some tiers out
         if self._advisor is not None:
             self._advisor.looked_up(request.advised, keys)
-        if self._gates and request.load_by <= self._clock():
+        if self._gates and request.load_by <= self._clock() and not self._search.waits_on(request):
             self._promotions.cut(request)
         position = None
         if request.awaited is not None:
@@ -122,8 +122,10 @@ class ManagerLookups(ManagerParts):
     def note_compute(self, seconds: Sequence[float], *, others: float = 0.0, is_assumed: bool = False) -> None:
         self._owner.claim()
         search = self._search
+        search.is_guess = is_assumed
         if is_assumed and self._kept_speeds is not None:
-            seconds = self._kept_speeds.assumed(seconds)
+            kept = self._kept_speeds.assumed(seconds)
+            seconds, search.is_guess = kept, kept is seconds
         if search.is_assumed:
             pairs = zip(seconds, search.compute_seconds, strict=False)
             factor = next((new / old for new, old in pairs if 0.0 < old < math.inf), 1.0)

@@ -33,6 +33,16 @@ MAX_RUNS = 128
 HANDOVER_SECONDS = 300.0
 """Length of a period of the shortest time from a load to the engine's cache, in seconds."""
 
+FIRST_WAIT = 0.01
+"""Seconds for which one of several first prompts waits for loads, before it shows the engine's speed.
+
+A computed prompt holds up the others, so that a tier whose first blocks come meanwhile, and are clearly faster, is used
+for all.
+"""
+
+CLEARLY = 0.2
+"""Part of the assumed time of computing within which loads are clearly faster."""
+
 UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
 
@@ -113,6 +123,10 @@ class PrefixSearch:
         """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
         self.is_assumed = False
         """True if :attr:`compute_seconds` are not measured yet."""
+        self.is_guess = False
+        """True if no engine has measured them."""
+        self._has_first = False
+        """True if a request has waited for :data:`FIRST_WAIT`."""
         self.others = 0.0
         """Part by which the requests that come meanwhile lengthen :attr:`compute_seconds`."""
         self._handover = Shortest(HANDOVER_SECONDS, clock())
@@ -328,7 +342,8 @@ class PrefixSearch:
         """
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
         handover = 0.0 if position or (shortest := self._handover.value(now)) == math.inf else shortest
-        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(len(keys) if lost else 0, seconds, handover, now))
+        queue, blocks = self._compute_seconds(keys[0], gate.awaited), len(keys) if lost else 0
+        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(blocks, seconds, queue, handover, now))
         worth = state.worth
         if pays and worth is not None and not request.is_cut:
             is_known = not self.is_assumed and seconds < math.inf
@@ -346,8 +361,27 @@ class PrefixSearch:
                 gate.gated += len(keys)
             return False
         if seconds < math.inf and request not in self._waits:  # one that waits for rows finds the same blocks again
-            request.wait_longer(now, seconds)
+            request.wait_longer(now, seconds, queue if lost else 0.0)
+            if self.is_guess and queue and lost and not self._has_first:
+                self._has_first = True
+                request.load_queue += request.load_by - now - FIRST_WAIT
+                request.load_by = now + FIRST_WAIT
         return True
+
+    def waits_on(self, request: Request) -> bool:
+        """Return True if a request waits longer than for its own blocks, because its loads pay."""
+        queue, request.load_queue = request.load_queue, 0.0
+        key = next(iter(request.asked), None)
+        if not queue or key is None or (state := self._promotions.source(key)) is None:
+            return False
+        gate = state.gate
+        if gate is None or not gate.is_known:
+            return False
+        now, seconds = self._clock(), self._compute_seconds(key, gate.awaited)
+        if gate.expected(0, now) > (CLEARLY * seconds if self.is_guess else seconds):
+            return False
+        request.load_by += queue
+        return now < request.load_by
 
     def _joins(self, request: Request, run: Sequence[OffloadKey], position: int, *, is_early: bool) -> bool:
         """Return True if a request is to wait for blocks that are being loaded or stored for others."""

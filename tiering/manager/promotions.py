@@ -275,7 +275,7 @@ class Promotions:
         self._in_flight.update(dict.fromkeys(chosen, promotion))
         request.asked.update(chosen)
         self.rows_promoting += len(chosen)
-        state.loading_rows += len(chosen)
+        state.begin_load(len(chosen), self._clock())
         return len(keys)
 
     # --------------------------------------------------------------------------------------------------------- run, end
@@ -327,7 +327,7 @@ class Promotions:
             running.popleft()
         promotion.state.loading_rows -= len(keys)
         if promotion.awaited:
-            self.rows_promoting -= len(keys)
+            self.rows_promoting -= promotion.state.await_fewer(len(keys))
         loaded = [True] * len(keys) if arrived is None else list(map(arrived.__contains__, keys))
         if not promotion.awaited:
             return self._end_unawaited(promotion, rows, np.array(loaded, np.bool_))
@@ -413,7 +413,7 @@ class Promotions:
         """
         self._release_waiters(promotion)
         promotion.awaited = False
-        self.rows_promoting -= len(promotion.keys)
+        self.rows_promoting -= promotion.state.await_fewer(len(promotion.keys))
         promotion.owner.awaited = None
         promotion.owner.refused.update(promotion.keys)
         for key, requests in promotion.others.items():
@@ -464,8 +464,8 @@ class Promotions:
         for key in keys:
             self._in_flight.pop(key, None)
         self._stats.promotions_dropped += len(keys)
-        self.rows_promoting -= len(keys)
-        promotion.state.loading_rows -= len(keys)
+        self.rows_promoting -= promotion.state.await_fewer(len(keys))
+        promotion.state.drop_load(len(keys), self._clock())
         self._primary.abort(keys, rows)
 
     def drop_queued(self) -> None:

@@ -60,6 +60,8 @@ class Request:
     """Time from which on the request waits for gated loads; no meaning while :attr:`load_by` is infinity."""
     load_by: float = math.inf
     """Time until which the request waits for gated loads: as long as computing their blocks takes."""
+    load_queue: float = 0.0
+    """Seconds for which it waits beyond :attr:`load_by` if the loads pay: computing has a queue, too."""
     arrived_at: float = -math.inf
     """Time at which the latest blocks for the request's next load have come from a gated tier."""
     is_cut: bool = False
@@ -114,16 +116,24 @@ class Request:
         """Return True if the request shows the worth of a tier because that tier is not asked for it."""
         return self.trial is not None and self.trial.is_control and self.trial.rank == rank
 
-    def wait_longer(self, now: float, seconds: float) -> None:
-        """Extend the wait for loads of gated tiers by the ``seconds`` that computing their blocks takes."""
+    def wait_longer(self, now: float, seconds: float, queue: float) -> None:
+        """Extend the wait for loads of gated tiers.
+
+        Args:
+            now: present time.
+            seconds: time of computing the further blocks.
+            queue: time of computing those that wait already, of all requests.
+        """
         if self.load_by == math.inf:
-            self.load_since = self.load_by = now
+            self.load_since, self.load_by, self.load_queue = now, now, 0.0
         self.load_by += seconds
+        self.load_queue = max(self.load_queue, queue)
 
     def stretch_wait(self, factor: float) -> None:
         """Multiply the wait for loads of gated tiers, because computing takes that much longer than assumed."""
         if self.load_by < math.inf:
             self.load_by = self.load_since + factor * (self.load_by - self.load_since)
+            self.load_queue *= factor
 
     def wait_undecided(self, now: float, patience: float) -> bool:
         """Begin the wait of undecided lookups at the first call, and return False once the wait is over.

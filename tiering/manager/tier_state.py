@@ -91,6 +91,24 @@ class TierState:
         outlasts = (self.traits.capacity_blocks or 0) >= len(self.has)
         return outlasts and self.loads and self.gate is None and self.traits.min_prefix_blocks <= 1
 
+    def begin_load(self, blocks: int, now: float) -> None:
+        """Record that requests wait for a load of ``blocks``."""
+        self.loading_rows += blocks
+        if self.gate is not None:
+            self.gate.begin(blocks, now)
+
+    def await_fewer(self, blocks: int) -> int:
+        """Record that requests wait for ``blocks`` fewer, and return that number."""
+        if self.gate is not None:
+            self.gate.awaited -= blocks
+        return blocks
+
+    def drop_load(self, blocks: int, now: float) -> None:
+        """Record that a load of ``blocks`` is not submitted."""
+        self.loading_rows -= blocks
+        if self.gate is not None:
+            self.gate.end(blocks, 0, now)
+
     @classmethod
     def of(cls, tier: SecondaryTierManager, rank: int, num_rows: int) -> Self:
         """Return the state of a tier that is in service and holds nothing.
