@@ -226,6 +226,16 @@ class SchedulerHalf(ABC, Generic[State]):
         """Return the events of the blocks that can be loaded since the last call."""
         return self._held.take_events()
 
+    def await_answer(self, request: EngineRequest, computed: int, seconds: float) -> tuple[int | None, bool]:
+        """Return the answer to a match that was pending; the step sleeps for it if it has no other work.
+
+        Args:
+            request: the request.
+            computed: leading tokens that the engine's own prefix cache holds.
+            seconds: longest sleep of the step, together with :meth:`await_answers`.
+        """
+        return ASK_AGAIN
+
     def await_answers(self, seconds: float) -> None:
         """Sleep until the answers to all pending lookups are known, at most ``seconds``.
 

@@ -44,6 +44,7 @@ from tiering.connector.hints import FollowedHints
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
 from tiering.connector.loads import LoadPlanner
+from tiering.connector.lookup_waits import LookupWaits
 from tiering.connector.metadata import NOTHING_TO_DO, OffloadingConnectorMetadata, ReqId, TransferOrder
 from tiering.connector.metrics import CACHED, MISSES
 from tiering.connector.misses import Misses
@@ -134,6 +135,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)
+        self._waits = LookupWaits(self, self.manager, search, self._jobs, self._end_managers_step, clock)
         self._step = 0
         self._is_preparing = not spec.rows_are_prepared
         """True until the memory of the rows is prepared; requests are computed meanwhile."""
@@ -196,6 +198,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def on_new_request(self, request: EngineRequest) -> None:
         """Register a request; begin its prefetches, and its promotions if the stack has them early."""
         super().on_new_request(request)
+        if self._waits.begins:
+            self._waits.arrived(self.states[request.request_id], self._pool)
         if self._spec.promotes_waiting or self._spec.hints.prefetch:
             self._begin_early(self.states[request.request_id])
 
@@ -231,6 +235,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         """
         began = perf_counter()
         self._step += 1
+        self._waits.end_schedule()
         taken = self._fenced.take(scheduler_output)
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
         cache = self._engine_cache
@@ -314,16 +319,11 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
 
     # ------------------------------------------------------------------------------------------------------------- rest
 
+    def await_answer(self, request: EngineRequest, computed: int, seconds: float) -> tuple[int | None, bool]:
+        return self._waits.within_step(request, computed, seconds)
+
     def await_answers(self, seconds: float) -> None:
-        asked = [(state.request, state.open_question[0]) for state in self.states.values() if state.open_question]
-
-        def answered() -> bool:
-            asked[:] = [question for question in asked if self.get_num_new_matched_tokens(*question) == ASK_AGAIN]
-            self._end_managers_step()  # what the answers begin goes on
-            return not asked
-
-        if asked and not self._jobs:
-            self.manager.wait_until(answered, seconds)
+        self._waits.at_end(seconds)
 
     def has_pending_work(self) -> bool:
         """Return True while jobs are in flight.

@@ -118,6 +118,8 @@ class TrackedRequest(Generic[Group]):
     The blocks are counted in the group that measures the length of a hit. A load accounts for them by the number of
     blocks that the primary tier had.
     """
+    is_asked_early: bool = False
+    """True if the request was looked up when it came, and the lookup was pending; default: False."""
     touched: bool = False
     """True after the first match, which marks the blocks of the request as recently used."""
     found_tokens: int | None = None

@@ -76,7 +76,10 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         half = self.scheduler_half or self._no_scheduler()
         if not (may_load := self._adapters.may_load(request.request_id)):
             return ASK_AGAIN if may_load is None else NO_TOKENS
-        return half.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = half.get_num_new_matched_tokens(request, num_computed_tokens)
+        if answer[0] is None and self._lookup_patience:
+            return half.await_answer(request, num_computed_tokens, self._lookup_patience)
+        return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         half = self.scheduler_half or self._no_scheduler()
