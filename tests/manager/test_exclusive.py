@@ -10,7 +10,7 @@ import pytest
 from tests.manager_rig import ManagerRig
 from tiering.api.keys import OffloadKey
 from tiering.api.request import LATE_STORE, WANTED_STORE
-from tiering.manager.fed_blocks import FedBlocks
+from tiering.manager.late_copies import LateCopies
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import keys_of
 
@@ -250,9 +250,9 @@ def test_a_tier_gets_a_block_that_another_tier_has_taken_from_the_engine() -> No
 
 
 def test_fed_blocks_are_forgotten_when_they_are_more_than_the_engine_can_hold() -> None:
-    fed = FedBlocks()
+    fed = LateCopies(())
     fed.most = 3
-    fed.add([A, B])
-    assert (list(fed.others([A, C, B, D])), len(fed)) == ([C, D], 2)
-    fed.add([C, D])
-    assert (list(fed.others(KEYS)), len(fed)) == (KEYS, 0)
+    fed.fed([A, B])
+    assert (list(fed.chosen([A, C, B, D])), len(fed)) == ([C, D], 2)
+    fed.fed([C, D])
+    assert (list(fed.chosen(KEYS)), len(fed)) == (KEYS, 0)

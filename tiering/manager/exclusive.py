@@ -14,17 +14,10 @@ from tiering.manager.parts import ManagerParts
 
 _log = logging.getLogger("kv_tiering.manager")
 
-COPIES_PER_BLOCK = 1.2
-"""Copies per computed block, up to which an exclusive primary tier evicts held blocks first.
+SPARES_BELOW = 2.5
+"""Rows per GPU block below which blocks that a tier has take no row before their second use.
 
-Blocks that left the engine's cache and had not been loaded into it were computed.
-"""
-
-BOUNDS_COPIES_FROM = 2.5
-"""Rows per block of the engine's cache from which copies are bounded.
-
-An inclusive tier of that size has most of the hits as well, and copies each computed block once. With secondary tiers,
-computed blocks are copied in any case, and a second time only if no tier has them or after they were loaded.
+A larger CPU tier would lose hits of an inclusive one by this.
 """
 
 
@@ -36,14 +29,28 @@ class ManagerExclusive(ManagerParts):
         if self._exclusive and holds is None:
             _log.warning("primary.inclusion: is inclusive, because the engine does not show what its own cache holds")
         elif self._exclusive and holds is not None:
-            self.primary_tier.begin_first_victims(holds)
+            self.primary_tier.begin_first_victims(holds, blocks / 2)
             self._is_exclusive = True
             if self._advisor is not None:
                 self._advisor.exclude(PRIMARY_TIER, blocks)
-            self._bounds_copies = not self._states and 0 < BOUNDS_COPIES_FROM * blocks <= self.primary_tier.num_rows
             self._missing = {}
-            self._jobs.fed.most = blocks or self.primary_tier.num_rows
+            self._jobs.late_copies.most = 2 * (blocks or self.primary_tier.num_rows)
+            self._jobs.late_copies.enough = blocks / 4
+            self._jobs.late_copies.spares = self.primary_tier.num_rows < SPARES_BELOW * blocks or not blocks
+            self._further_copies = self._most_further_copies(blocks)
         return self._is_exclusive
+
+    def _most_further_copies(self, blocks: int) -> float:
+        """Return the copies that are allowed for each of an inclusive tier's, in addition; 0: any number.
+
+        With secondary tiers, an inclusive tier computes no more than this one. Without, it does so the more, the
+        smaller it is; of the size of the engine's cache, its copies are as many as unbounded ones are here.
+        """
+        if self._states:
+            return min(1.0, blocks)
+        return (
+            blocks / (2 * max(1, self.primary_tier.num_rows - blocks)) if self.primary_tier.num_rows > blocks else 0.0
+        )
 
     @property
     def stores_computed(self) -> bool:
@@ -58,8 +65,8 @@ class ManagerExclusive(ManagerParts):
         if get_ident() != self._owner.ident:
             self._owner.claim()
         self.primary_tier.unmark_held(keys)
-        left = self._jobs.fed.others(self.primary_tier.unknown(keys))
-        self._jobs.fed.discard(keys)
+        left = self._jobs.late_copies.chosen(self.primary_tier.unknown(keys))
+        self._jobs.late_copies.discard(keys)
         return len(left)
 
     def take_wanted(self) -> Sequence[OffloadKey]:
@@ -81,14 +88,23 @@ class ManagerExclusive(ManagerParts):
     def prepare_late_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         self._enter()
         self.primary_tier.unmark_held(keys)
-        copied, fed, wanting, readable = keys, self._jobs.fed, self._wanting, self._readable
-        if fed:
-            others = frozenset(fed.others(keys))
-            copied = [key for key in keys if key in others or key in readable or key in wanting]
+        copied, late, wanting, readable = keys, self._jobs.late_copies, self._wanting, self._readable
+        if late:
+            chosen = frozenset(late.chosen(keys, self.primary_tier.copy_credit))
+            copied = [key for key in keys if key in chosen or key in readable or key in wanting]
         output = self.primary_tier.prepare_store(copied, LATE_STORE)
         if output is not None:
-            fed.discard(keys)
             self._broker.evicted(output.evicted_keys)
-            if self._bounds_copies:
-                self.primary_tier.grant_copies(COPIES_PER_BLOCK * len(keys) - len(output.keys_to_store))
+            if self._further_copies:
+                self._count_copies(output.keys_to_store)
+            late.discard(keys)
         return output
+
+    def _count_copies(self, keys: Sequence[OffloadKey]) -> None:
+        """Add to the credit what late copies cost.
+
+        Without secondary tiers, the copy of a computed block is the one that an inclusive tier makes as well.
+        """
+        number = len(keys)
+        returned = number if self._states else self._jobs.late_copies.count(keys)
+        self.primary_tier.grant_copies(self._further_copies * (number - returned) - returned)

@@ -13,7 +13,7 @@ from tiering.api.request import ReqContext
 from tiering.api.transfer import Rows
 from tiering.manager.answers import CREDIT, PLAIN, POSITIONS, PROCESS_ENDS, SECONDS, BreachError, text_of, truth
 from tiering.manager.cascade_queue import AT_ONCE, NOBODY
-from tiering.manager.fed_blocks import FedBlocks
+from tiering.manager.late_copies import LateCopies
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.promotions import Promotion, Promotions
 from tiering.manager.requests import Request
@@ -88,8 +88,8 @@ class TierJobs:
 
         Only the methods of this class change the dictionary.
         """
-        self.fed = FedBlocks()
-        """Blocks that need no late store."""
+        self.late_copies = LateCopies(tiers.states)
+        """Blocks that may need no late store."""
 
     def __len__(self) -> int:
         return sum(len(state.jobs) for state in self._states)
@@ -350,8 +350,8 @@ class TierJobs:
             return
         if success and arrived is None:
             self._note_held(state, job.block_ids)
-            if self.fed.most and not job.is_fill and state.serves_all:
-                self.fed.add(self._primary.held_of(job.keys, job.block_ids))
+            if self.late_copies.most and self.late_copies.spares and not job.is_fill and state.serves_all:
+                self.late_copies.fed(self._primary.spare_held(job.keys, job.block_ids))
         else:
             taken = result.successful_keys
             self._tiers.note_unstored(state, job.keys, taken if taken and type(taken) in PLAIN else ())

@@ -11,7 +11,6 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import LookupOutcome, PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
-from tiering.manager.exclusive import COPIES_PER_BLOCK
 from tiering.manager.parts import ManagerParts
 from tiering.runtime.news import Steps
 
@@ -189,9 +188,8 @@ class ManagerLookups(ManagerParts):
         self.primary_tier.complete_load(keys, req_context)
         if self._gates and (request := self._known.get(req_context.req_id)) is not None:
             self._search.handed_over(request)
-        self._jobs.fed.discard(keys)
-        if self._bounds_copies:
-            self.primary_tier.grant_copies(-COPIES_PER_BLOCK * len(keys))
+        if self._is_exclusive:
+            self._jobs.late_copies.loaded(keys, self._known.get(req_context.req_id))
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         """Make blocks recent in all tiers of the request, and report the use of the readable ones."""

@@ -175,7 +175,8 @@ class ManagerParts(OffloadingManager):
         self._exclusive = exclusive
         self._is_exclusive = False
         """True if the engine shows which blocks its own cache holds, and the primary tier prefers others."""
-        self._bounds_copies = False
+        self._further_copies = 0.0
+        """Copies that an exclusive tier may make for each of an inclusive one's, in addition; 0: any number."""
         self._missing: dict[OffloadKey, TierState] | None = None
         """Blocks that a tier wants and the primary tier lacks, with the tier; None: they are not looked for."""
         self._wanting: dict[OffloadKey, TierState] = {}
@@ -190,7 +191,7 @@ class ManagerParts(OffloadingManager):
     def _on_failed(self, state: TierState) -> None:
         """Expect nothing from a tier that is out of service until a restart, and nothing for it."""
         self._promotions.fail_all(state)
-        self._jobs.fed.clear()
+        self._jobs.late_copies.clear()
         self._stats.queued_retired += self._broker.empty(state)
 
     def _before_reset(self) -> None:
@@ -198,7 +199,7 @@ class ManagerParts(OffloadingManager):
         self._promotions.drop_queued()
         self._jobs.collect()
         self._stats.queued_reset += self._jobs.drop_all()
-        self._jobs.fed.clear()
+        self._jobs.late_copies.clear()
         self._promotions.reset(self._jobs.running_promotions())
         self._requests.drop_refusals()
         self._early.clear()

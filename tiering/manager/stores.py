@@ -45,6 +45,8 @@ class ManagerStores(ManagerExclusive):
             return None
         if output.keys_to_store:
             request.refused_since = None
+            if self._further_copies:
+                self.primary_tier.grant_copies(self._further_copies * len(output.keys_to_store))
         self._broker.evicted(output.evicted_keys)
         if len(output.keys_to_store) < len(keys) and request.wants_all:
             self._jobs.cascade_held(request.wants_all, keys, req_context)

@@ -301,18 +301,25 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             found = [row for row in self._table.rows_of(keys) if row is not None]
             self._table.marks.hold(np.fromiter(found, np.int64, len(found)))
 
-    def held_of(self, keys: Sequence[OffloadKey], rows: Rows) -> list[OffloadKey]:
-        """Return those of ``keys`` whose ``rows`` go first, because the engine's cache has them."""
-        victims = self._table.marks.first_victims
-        return [] if victims is None else list(compress(keys, victims.are_marked(rows).tolist()))
+    def spare_held(self, keys: Sequence[OffloadKey], rows: Rows) -> list[OffloadKey]:
+        """Return those of ``keys`` that the engine's cache has, and let their ``rows`` go before all others.
+
+        A tier has the blocks, so that they need no further copy.
+        """
+        return list(compress(keys, self._table.marks.spare_held(rows).tolist()))
 
     def unmark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Make readable ``keys`` the most recent blocks, and evict their rows first no more."""
         if self.readable.disjoint(keys):
             return
         _, rows = self.refresh_readable(keys)
-        if self._table.marks.first_victims is not None:
-            self._table.marks.first_victims.discard(rows)
+        self._table.marks.unhold(rows)
+
+    @property
+    def copy_credit(self) -> float:
+        """The credit of :class:`~tiering.table.marks.FirstVictims`; 0 without them."""
+        victims = self._table.marks.first_victims
+        return 0.0 if victims is None else victims.credit
 
     def grant_copies(self, copies: float) -> None:
         """Add to the credit of :class:`~tiering.table.marks.FirstVictims`; below 0, none is taken."""

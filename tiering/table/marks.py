@@ -33,11 +33,12 @@ class FirstVictims:
         keys: the table's keys.
         holds: the other cache's answer, asked again for each row that is about to be evicted. Default None: a mark
             alone suffices.
+        most_credit: bound of the credit, so that it follows the workload; default 0.
     """
 
-    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_refs", "credit")
+    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_most_credit", "_refs", "credit")
 
-    def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds | None = None) -> None:
+    def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds | None = None, most_credit: float = 0.0) -> None:
         self._refs = refs
         self._keys = keys
         self._holds = holds
@@ -46,6 +47,7 @@ class FirstVictims:
         """Rows to look at, the last one first; some may have lost their mark."""
         self.credit = 0.0
         """Copies out of the other cache that may still be made; no row is taken below 0."""
+        self._most_credit = most_credit
 
     def add(self, rows: Rows) -> None:
         """Mark ``rows``; the last one is evicted first."""
@@ -67,8 +69,8 @@ class FirstVictims:
             self._candidates.update(dict.fromkeys(marked.tolist()))
 
     def grant(self, copies: float) -> None:
-        """Add to the credit; an eighth of the rows bounds it, so that it follows the workload."""
-        self.credit = min(self.credit + copies, len(self._refs) / 8)
+        """Add to the credit."""
+        self.credit = min(self.credit + copies, self._most_credit)
 
     def take(self, count: int) -> Rows:
         """Return up to ``count`` rows to evict; rows whose block has left the other cache lose their mark."""
@@ -104,7 +106,7 @@ class RowMarks:
         policy: the table's eviction policy.
     """
 
-    __slots__ = ("_keys", "_policy", "_refs", "first_victims", "keeping", "kinds", "released")
+    __slots__ = ("_keys", "_policy", "_refs", "first_victims", "keeping", "kinds", "released", "spare")
 
     def __init__(self, refs: RefCounts, keys: RowKeys, policy: EvictionPolicy) -> None:
         self._refs = refs
@@ -112,6 +114,8 @@ class RowMarks:
         self._policy = policy
         self.first_victims: FirstVictims | None = None
         """Rows whose blocks another cache holds; None before :meth:`begin_first_victims`."""
+        self.spare: FirstVictims | None = None
+        """First victims whose blocks need no further copy; they go before the others."""
         self.released: FirstVictims | None = None
         """Rows of blocks that no session needs any more; None before the first one."""
         self.keeping: Keeping | None = None
@@ -119,22 +123,41 @@ class RowMarks:
         self.kinds: list[FirstVictims | Keeping] = []
         """The kinds in use; without any, the table calls none of the methods for marks."""
 
-    def begin_first_victims(self, holds: Holds) -> None:
+    def begin_first_victims(self, holds: Holds, most_credit: float = 0.0) -> None:
         """Let rows be marked as first victims from now on.
 
         Args:
             holds: says for each key whether its block is held elsewhere, so that its row may be evicted first.
+            most_credit: bound of the credit for copies; default 0.
         """
-        self.first_victims = FirstVictims(self._refs, self._keys, holds)
-        self.kinds.append(self.first_victims)
+        self.first_victims = FirstVictims(self._refs, self._keys, holds, most_credit)
+        self.spare = FirstVictims(self._refs, self._keys, holds)
+        self.kinds += (self.first_victims, self.spare)
 
     def hold(self, rows: Rows) -> None:
         """Mark rows whose blocks another cache holds as first victims; the last one is evicted first.
 
         Kept rows are left out.
         """
-        if self.first_victims is not None:
+        if self.first_victims is not None and self.spare is not None:
+            self.spare.discard(rows)
             self.first_victims.add(rows if self.keeping is None else rows[~self.keeping.are_kept(rows)])
+
+    def spare_held(self, rows: Rows) -> NDArray[np.bool_]:
+        """Let those of ``rows`` that are first victims go before the others, and return a mask of them."""
+        if self.first_victims is None or self.spare is None:
+            return np.zeros(len(rows), np.bool_)
+        marked = self.first_victims.are_marked(rows)
+        spared = rows[marked]
+        self.first_victims.discard(spared)
+        self.spare.add(spared)
+        return marked
+
+    def unhold(self, rows: Rows) -> None:
+        """Let ``rows`` be first victims no more, because the other cache does not hold their blocks."""
+        if self.first_victims is not None and self.spare is not None:
+            self.first_victims.discard(rows)
+            self.spare.discard(rows)
 
     def choose(self, count: int, evictable: int) -> Rows:
         """Return ``count`` rows or a few more to evict: first victims, then those that the policy chooses.
@@ -146,9 +169,9 @@ class RowMarks:
         if not self.kinds:
             return self._policy.evict(count)
         chosen: list[Rows] = []
-        for marked in (self.released, self.first_victims):
+        for marked in (self.released, self.spare, self.first_victims):
             if marked is not None and count and len(first := marked.take(count)):
-                for other in (self.first_victims, self.keeping):  # a row may have several marks
+                for other in (self.first_victims, self.spare, self.keeping):  # a row may have several marks
                     if other is not None:
                         other.discard(first)
                 self._policy.remove(first)
@@ -156,8 +179,7 @@ class RowMarks:
                 count -= len(first)
                 evictable -= len(first)
         if count and self.keeping is not None and len(late := self.keeping.take_late(count, self._refs)):
-            if self.first_victims is not None:
-                self.first_victims.discard(late)
+            self.unhold(late)
             self._policy.remove(late)
             chosen.append(late)
             count -= len(late)
@@ -191,9 +213,9 @@ class RowMarks:
         if self.keeping is None:
             self.keeping = Keeping(len(self._refs), clock)
             self.kinds.append(self.keeping)
-        for marked in (self.released, self.first_victims):
-            if marked is not None:
-                marked.discard(rows)
+        self.unhold(rows)
+        if self.released is not None:
+            self.released.discard(rows)
         return self.keeping.keep(rows, kept)
 
     def unkept(self, rows: Rows) -> Rows:
