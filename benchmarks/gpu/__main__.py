@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from benchmarks.gpu import connectors, copies, engines, servers
+from benchmarks.gpu import connectors, copies, engines, servers, small_models
 from benchmarks.gpu.checks import exit_code, run_checks, summary
 from benchmarks.gpu.machine import dry_machine, gpu_machine
 
@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     Returns:
         0 if every check passed, 1 if one failed, and 2 if one was left out or ran dry.
     """
-    checks = {check.name: check for check in (*copies.CHECKS, *engines.CHECKS, *servers.checks(), *connectors.CHECKS)}
+    every = (*copies.CHECKS, *engines.CHECKS, *small_models.checks(), *servers.checks(), *connectors.CHECKS)
+    checks = {check.name: check for check in every}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check copies and servers on a GPU.")
     parser.add_argument("--dry", action="store_true", help="run the logic on the CPU, with a stand-in of the device")
     parser.add_argument("--only", nargs="+", choices=list(checks), metavar="NAME", help=f"of {', '.join(checks)}")

@@ -11,7 +11,8 @@ import importlib.util
 import json
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ from tests.vllm.rig import prepare_environment, transfer_config
 
 ROUNDS = 5
 """Number of rounds that count, after one that does not."""
-BLOCK, SMALL, MIDDLE, LONG = 16, 256, 4096, 16384
+BLOCK, SMALL, MIDDLE, LONG = 16, 256 + 7, 4096, 16384
 SINGLE, BATCH, AT_ONCE, OUTPUTS = 8, 40, 8, 4
 """Small prompts one by one, those of the batch, those of it at once, and the outputs of each of these."""
 CAPACITY = 12 << 30
@@ -35,6 +36,7 @@ TOKEN_BYTES = 2 * 8 * 128 * 2
 GPU_TOKENS = 20_480
 """Tokens whose keys and values an engine's own cache holds."""
 NONE, CPU, SIMPLE, LOCAL = "none", "ours, CPU", "ours, simple", "ours, CPU + local"
+PLAIN, CANONICAL = "plain rows", "canonical rows"
 OFFLOADING, SIMPLE_OFFLOAD = "vLLM OffloadingConnector", "vLLM SimpleCPUOffload"
 THEIRS = {OFFLOADING: "OffloadingConnector", SIMPLE_OFFLOAD: "SimpleCPUOffloadConnector"}
 
@@ -77,9 +79,16 @@ def transfers(directory: Path) -> dict[str, dict[str, Any] | None]:
     return found
 
 
-def options(layers: int) -> dict[str, Any]:
-    """Return vLLM's options for these engines: eager, 20,000 tokens of KV, memory for several on one GPU."""
+def options(layers: int, *, graphs: bool) -> dict[str, Any]:
+    """Return vLLM's options for these engines: 20,000 tokens of KV, memory for several on one GPU.
+
+    Args:
+        layers: number of layers of the model.
+        graphs: True for CUDA graphs of the small steps, False for eager steps.
+    """
+    captured = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     return {
+        **({"enforce_eager": False, "compilation_config": captured} if graphs else {}),
         "load_format": "dummy",
         "dtype": "bfloat16",
         "block_size": BLOCK,
@@ -91,14 +100,38 @@ def options(layers: int) -> dict[str, Any]:
     }
 
 
-def connectors(machine: Machine) -> str:
+def connectors(machine: Machine, *, graphs: bool) -> str:
     """Compare the time to the first token and the engine thread's cost with vLLM's own connectors."""
-    layers = layers_for(machine, len(transfers(Path())))
+    return _side_by_side(machine, transfers, {}, graphs=graphs)
+
+
+def canonical(machine: Machine) -> str:
+    """Compare engines with canonical and with plain rows, where heads lie outside tokens."""
+    return _side_by_side(machine, layouts, {"VLLM_KV_CACHE_LAYOUT": "HND"}, graphs=True)
+
+
+def layouts(directory: Path) -> dict[str, dict[str, Any] | None]:
+    """Return --kv-transfer-config of an engine without tiers, and of one with each layout of rows."""
+    found: dict[str, dict[str, Any] | None] = {NONE: None}
+    for name, layout in ((PLAIN, "plain"), (CANONICAL, "canonical")):
+        disk = {"type": "local", "path": str(directory / layout), "capacity": "24GiB"}
+        found[name] = transfer_config({"primary": {"capacity": CAPACITY}, "secondary": [disk], "layout": layout})
+    return found
+
+
+def _side_by_side(
+    machine: Machine,
+    configurations: Callable[[Path], dict[str, dict[str, Any] | None]],
+    environment: dict[str, str],
+    *,
+    graphs: bool,
+) -> str:
+    layers = layers_for(machine, len(configurations(Path())))
     with tempfile.TemporaryDirectory(prefix="kv-gpu-") as scratch:
         model = write_model(Path(scratch) / "model", layers)
         settings = {
-            name: (Setting(model, transfer, {}, options=options(layers)),)
-            for name, transfer in transfers(Path(scratch)).items()
+            name: (Setting(model, transfer, environment, options=options(layers, graphs=graphs)),)
+            for name, transfer in configurations(Path(scratch)).items()
         }
         with processes_of(serve, settings) as engines:
             rounds = [one_round(number, engines) for number in range(ROUNDS + 1)][1:]
@@ -192,4 +225,10 @@ def _send(engine: Connection, order: Load | str) -> Any:
     return answered
 
 
-CHECKS = (Check("connectors", "tiers serve what vLLM's own connectors serve, side by side", connectors),)
+CHECKS = (
+    Check(
+        "connectors", "tiers serve what vLLM's own do, side by side, with CUDA graphs", partial(connectors, graphs=True)
+    ),
+    Check("eager connectors", "the same in eager steps", partial(connectors, graphs=False)),
+    Check("canonical engines", "canonical rows are as fast as plain ones in an engine", canonical),
+)

@@ -37,7 +37,9 @@ On a machine that does other work, a step takes long.
 MOST_SLOWDOWN = 1.1
 """Largest inter-token latency (p99) with tiers, as a multiple of the latency without."""
 
-_GRAPHS = ("--no-enforce-eager", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.3")
+_GRAPHS = ("--no-enforce-eager", "--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(256 << 20))
+_UNCOMPILED = json.dumps({"mode": 0, "cudagraph_mode": "FULL"})
+"""Graphs of whole steps, without torch.compile."""
 _FIRST, _SECOND = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
@@ -61,6 +63,7 @@ VARIANTS = (
     Variant("first runner, eager", options=("--enforce-eager",), environment=tuple(_FIRST.items())),
     Variant("first runner, CUDA graphs", environment=tuple(_FIRST.items()), gpu_only=True),
     Variant("second runner, CUDA graphs", environment=tuple(_SECOND.items()), gpu_only=True),
+    Variant("full CUDA graphs", options=("--compilation-config", _UNCOMPILED), gpu_only=True),
     Variant("asynchronous scheduling", options=("--async-scheduling",)),
     Variant("synchronous scheduling", options=("--no-async-scheduling",)),
     Variant("speculative decoding", model="speculative"),
@@ -158,7 +161,9 @@ def _needs_vllm(machine: Machine, *, gpu_only: bool = False) -> None:
         raise NotHereError("it needs a GPU")
     if importlib.util.find_spec("vllm") is None:
         raise NotHereError("it needs vLLM in this environment")
-    if not machine.is_gpu:
+    if machine.is_gpu:
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"  # products of float32 in attention, which are of TF32 otherwise
+    else:
         prepare_environment()
 
 
