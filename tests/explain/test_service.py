@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -177,12 +178,17 @@ def test_a_runtime_directory_that_others_can_write_is_not_used(runtime: Path, ca
 
 
 def test_a_socket_that_is_named_may_lie_in_a_directory_of_others(tmp_path: Path) -> None:
-    """As in a container, whose volume everybody may write to."""
+    """As in a container, whose volume everybody may write to and lock."""
     (tmp_path / "volume").mkdir()
     (tmp_path / "volume").chmod(0o777)
-    with service(computed(), tmp_path / "volume" / "s") as one:
-        assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
-        assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
+    volume = os.open(tmp_path / "volume", os.O_RDONLY)
+    fcntl.flock(volume, fcntl.LOCK_SH)
+    try:
+        with service(computed(), tmp_path / "volume" / "s") as one:
+            assert ask(one.path, {"request": "a"})["computed_tokens"] == 17
+            assert stat.S_IMODE(one.path.stat().st_mode) == 0o600
+    finally:
+        os.close(volume)
 
 
 def test_the_runtime_directory_without_a_session_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ class ExplainService:
         try:
             server = bind_socket(self.path, socket.SOCK_STREAM, others=0o077 if path is None else 0)
         except (OSError, ConfigError) as error:
-            logger.warning("explain: no socket, so kv-tiering why cannot ask this engine: %s", error)
+            logger.warning("explain: no socket for kv-tiering why (explain.socket names one): %s", error)
             return None
         server.settimeout(PERIOD)
         logger.info("explain: ask with kv-tiering why REQUEST --socket %s", self.path)

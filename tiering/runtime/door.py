@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from tiering.errors import ConfigError
@@ -27,8 +27,8 @@ def bind_socket(
     Args:
         path: the socket; its directory is made if it is missing.
         kind: kind of the socket; default: sequenced packets.
-        others: permissions on the directory that only its owner may have; 0: any directory of anybody will do. Default:
-            others must not write there.
+        others: permissions on the directory that only its owner may have; 0: any directory of anybody will do, and is
+            not locked, because others may hold its lock for as long as they like. Default: others must not write there.
 
     Raises:
         ConfigError: another process listens there, or the directory is not private.
@@ -41,7 +41,7 @@ def bind_socket(
         raise ConfigError(f"{directory}: others may replace the socket there; use a directory of this user's own")
     listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
-        with _alone(directory):
+        with _alone(directory) if others else nullcontext():
             _remove_left(path, kind)
             os.fchmod(listener.fileno(), 0o600)  # the file that bind makes gets this mode
             listener.bind(os.fspath(path))
@@ -79,7 +79,7 @@ def _remove_left(path: Path, kind: socket.SocketKind) -> None:
         raise ConfigError(f"{path}: another process listens there; give this one a socket of its own")
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path}: is there and is no socket; remove it")
+            raise ConfigError(f"{path}: is there and is no socket; remove it, or choose another path")
         path.unlink()
 
 
