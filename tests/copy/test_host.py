@@ -228,6 +228,21 @@ def test_stores_that_would_hold_the_step_up_are_left_to_the_threads(monkeypatch:
     handler.shutdown()
 
 
+@pytest.mark.parametrize("bytes_per_second", [0.0, 1e3, 1e5])
+def test_one_slow_store_does_not_leave_all_later_ones_to_the_threads(bytes_per_second: float) -> None:
+    cache = kv.canonical()
+    layout = RowLayout.of(cache)
+    handler = HostCopyHandler(cache, kv.make_rows(layout), layout, Direction.STORE)
+    handler._speeds.append(bytes_per_second)
+    handler._most_at_once = int(bytes_per_second * 1e-3)
+    left = [len(handler.transfer_at_once([(step, spec(step % 3, step % 3))])) for step in range(300)]
+    tries = left.index(0)
+    assert 20 < tries < 200, "stores that are slow in truth hold few steps up"
+    assert handler._most_at_once > layout.row_bytes
+    assert sum(left[tries:]) == 0
+    handler.shutdown()
+
+
 def test_a_small_store_that_raises_is_a_failed_result(caplog: pytest.LogCaptureFixture) -> None:
     handler = blocked(ValueError("out of order"))
     handler.gate.set()

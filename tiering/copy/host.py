@@ -296,7 +296,7 @@ class HostCopyHandler(PlannedHandler):
         self._speeds = deque[float](maxlen=_MEASURED)
         """Bytes per second of the latest transfers that were made at once."""
         self._block_bytes = max(layout.gpu_block_bytes)
-        self._most_at_once = _FIRST_BYTES * layout.writes
+        self._most_at_once = self._first_at_once = _FIRST_BYTES * layout.writes
         """Most bytes of transfers that are made at once."""
 
     def transfer_at_once(self, jobs: Sequence[tuple[int, TransferSpec]]) -> Collection[int]:
@@ -321,6 +321,9 @@ class HostCopyHandler(PlannedHandler):
         if size:
             self._speeds.append(size / (time.monotonic() - began))
             self._most_at_once = int(max(self._speeds) * _AT_ONCE_SECONDS)
+        elif left and self._most_at_once < self._first_at_once:
+            # All that was measured may have waited for a processor: dozens of steps later, a store is measured again.
+            self._most_at_once += 1 + (self._most_at_once >> 4)
         return left + refused
 
     def _start_all(self, orders: list[Order]) -> list[int]:
