@@ -59,7 +59,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "exclusive CPU tier": (
         *("tiering/connector/engine_cache.py", "tiering/connector/free_queue.py", "tiering/manager/exclusive.py"),
-        *("tiering/manager/fed_blocks.py", "tiering/replay/device.py"),
+        *("tiering/manager/late_copies.py", "tiering/replay/device.py"),
     ),
     "hints of sessions": (
         *("tiering/api/hints.py", "tiering/connector/hints.py", "tiering/manager/early.py"),
