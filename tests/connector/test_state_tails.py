@@ -149,6 +149,91 @@ def test_an_attention_block_that_a_load_still_writes_is_not_stored() -> None:
     assert hand_over(scheduler, request, [(1, 99, 28)]).states_to_store == {}
 
 
+class TestAtTheEndOfARequest:
+    """vLLM hands the tail over with the end of a request whose last step has ended there."""
+
+    def ended(
+        self, handed: list[tuple[int, int, int]], policy: Any = None, **words: Any
+    ) -> tuple[OffloadingConnectorScheduler, FakeManager, FakeRequest]:
+        scheduler, manager = hybrid(**words)
+        request = prompt(30, kv_transfer_params=policy)
+        start(scheduler, request, 28, [11, 12], [0, 21])
+        scheduler.register_finished_partial_tail(request, handed)
+        scheduler.request_finished(request, ([11, 12], [0, 21]))
+        return scheduler, manager, request
+
+    def test_it_goes_out_with_the_next_step(self) -> None:
+        scheduler, manager, request = self.ended([(1, 21, 28)])
+        assert manager.ended == ["r1"]
+        assert scheduler.has_pending_work()
+        meta = idle_step(scheduler)
+        order = meta.reqs_to_store["r1"]
+        source = order.spec[0]
+        assert isinstance(source, GPULoadStoreSpec)
+        assert (source.block_ids.tolist(), list(source.block_indices)) == ([12, 21], [1, 1])
+        scheduler.update_connector_output(finished(order.job_id))
+        tail = [request.key(TAIL, group) for group in range(2)]
+        assert manager.completed_stores[-1] == (tail, True)
+        assert not scheduler.fences.conflicts([12, 21])
+
+    @pytest.mark.parametrize("block", [12, 21])
+    def test_blocks_that_the_next_step_takes_are_not_read(self, block: int) -> None:
+        scheduler, manager, request = self.ended([(1, 21, 28)])
+        other = FakeRequest("r2", [7] * 8, kv_transfer_params={"kv_tiering": {"store": False}})
+        meta = start(scheduler, other, 8, [block], [31])
+        assert (meta.reqs_to_store, manager.completed_stores[-1][1]) == ({}, False)
+        assert request.key(TAIL, 1) not in manager.rows
+
+    def test_blocks_that_a_later_step_takes_are_copied_first(self) -> None:
+        scheduler, _, _ = self.ended([(1, 21, 28)])
+        job = idle_step(scheduler).reqs_to_store["r1"].job_id
+        other = FakeRequest("r2", [7] * 8, kv_transfer_params={"kv_tiering": {"store": False}})
+        assert start(scheduler, other, 8, [12], [31]).jobs_to_flush == {job}
+
+    def test_a_reset_in_between_withdraws_it(self) -> None:
+        scheduler, manager, request = self.ended([(1, 21, 28)])
+        scheduler.reset_cache()
+        assert idle_step(scheduler).reqs_to_store == {}
+        assert request.key(TAIL, 1) not in manager.rows
+
+    @pytest.mark.parametrize("handed", [[(1, 21, 26)], [(1, 0, 28)], [(1, 21, 36)], [(0, 12, 28)]])
+    def test_what_is_no_tail_is_dropped(self, handed: list[tuple[int, int, int]]) -> None:
+        assert idle_step(self.ended(handed)[0]).reqs_to_store == {}
+
+    def test_a_request_that_may_not_store_stores_none(self) -> None:
+        scheduler, _, _ = self.ended([(1, 21, 28)], {"kv_tiering": {"store": False}})
+        assert idle_step(scheduler).reqs_to_store == {}
+
+    def test_a_tail_that_a_load_did_not_fill_is_dropped(self) -> None:
+        scheduler, _ = hybrid()
+        request = prompt(30)
+        start(scheduler, request, 28, [11, 12], [0, 21])
+        scheduler.states["r1"].load_failed(16)
+        scheduler.register_finished_partial_tail(request, [(1, 21, 28)])
+        assert scheduler._stores.last == {}
+
+    def test_blocks_that_wait_for_room_go_out_in_its_place(self) -> None:
+        scheduler, manager = hybrid()
+        request = prompt(30)
+        manager.refuse_stores = True
+        start(scheduler, request, 28, [11, 12], [0, 21])
+        manager.refuse_stores = False
+        scheduler.register_finished_partial_tail(request, [(1, 21, 28)])
+        scheduler.request_finished(request, ([11, 12], [0, 21]))
+        order = idle_step(scheduler).reqs_to_store["r1"]
+        source = order.spec[0]
+        assert isinstance(source, GPULoadStoreSpec)
+        assert source.block_ids.tolist() == [11]
+        scheduler.update_connector_output(finished(order.job_id))
+        assert not scheduler.has_pending_work()
+
+    def test_an_unknown_request_and_a_model_without_states_store_none(self) -> None:
+        for groups in ((FULL, STATE), (FULL,)):
+            scheduler, _ = hybrid(*groups)
+            scheduler.register_finished_partial_tail(prompt(30), [(1, 21, 28)])
+            assert not scheduler.has_pending_work()
+
+
 def test_events_do_not_take_a_tail_for_a_whole_block() -> None:
     """The attention block is known by the hash of its border only: it does not have all of its tokens."""
     scheduler, manager = hybrid(describes=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -68,6 +70,46 @@ def test_a_tail_that_the_gpu_holds_beside_one_of_the_tiers_is_right(tiered: Engi
     answers, cached = cached_tokens(tiered, LONGER)
     assert wrong(answers, plain[3:]) == []
     assert min(cached) >= TAIL
+
+
+def end_at_the_tail(running: Engine, tokens: list[int]) -> None:
+    """Let a client go away between the step that ends at the tail and the next one."""
+    names = running.start([tokens])
+    (request,) = running.scheduler.requests.values()
+    while request.num_computed_tokens < TAIL:
+        running.step()
+    assert request.num_computed_tokens == TAIL
+    running.llm.llm_engine.abort_request(names)
+    assert not running.scheduler.requests
+
+
+def test_a_tail_at_which_a_request_ends_is_stored(tiered: Engine, plain: list[Answer]) -> None:
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    for tokens in PROMPTS:
+        end_at_the_tail(tiered, tokens)
+    for prompts, right in ((PROMPTS, plain[:3]), (LONGER, plain[3:])):
+        answers, cached = ask_evicted(tiered, prompts)
+        assert wrong(answers, right) == []
+        assert cached == [TAIL] * 3
+
+
+def test_negative_control_another_state_at_the_end_of_a_request_shows(tiered: Engine, expected: list[Answer]) -> None:
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
+    manager, handed = tiered.scheduler.kv_cache_manager, list[Any]()
+    finalize = manager.finalize_partial_tail_offloads
+
+    def first(request: Any) -> Any:
+        handed.append(finalize(request))
+        return handed[0]
+
+    with mock.patch.object(manager, "finalize_partial_tail_offloads", first):
+        for tokens in PROMPTS:
+            end_at_the_tail(tiered, tokens)
+    assert all(handed), "vLLM hands all three tails over"
+    answers, cached = ask_evicted(tiered, PROMPTS)
+    assert cached == [TAIL] * 3
+    assert wrong(answers, expected) == [1, 2]
+    assert tiered.llm.reset_prefix_cache(reset_connector=True)
 
 
 def test_a_failed_load_is_computed(tiered: Engine, expected: list[Answer]) -> None:

@@ -3,7 +3,8 @@
 An engine with aligned states (Mamba, linear attention, short convolution) keeps the state of a request in one block. It
 copies the state to another block at the end of a block of tokens, and takes the old block back some steps later. A
 request's block table therefore does not tell which block has which state. The engine names the states that its own
-prefix cache keeps, with their block, in the step that computes them. No other state is ever stored.
+prefix cache keeps, with their block, in the step that computes them. No other state is ever stored. A tail is handed
+over in the step behind it or, if the request ends there (a client has gone), with the end of the request.
 
 The block keeps the state until the engine allocates it again, and the fences let the copy end before that.
 
@@ -85,6 +86,14 @@ class HandedStates:
             if state.policy.store and state.invalid_from is None and (order := self._order(state, handed, tokens)):
                 orders[req_id] = order
         return orders
+
+    def plan_last(self, state: RequestState, handed: Iterable[Handed]) -> None:
+        """Order the tail that a request ends at, for :meth:`~tiering.connector.stores.StorePlanner.take_last`.
+
+        No hit reaches a tail behind blocks that wait for room. Their last offer goes out instead.
+        """
+        if not state.pace.waiting and (order := self._order(state, handed, 0)) is not None:
+            self._stores.last[state.ctx.req_id] = order
 
     def _order(self, state: RequestState, handed: Iterable[Handed], scheduled_tokens: int) -> TransferOrder | None:
         request = state.request

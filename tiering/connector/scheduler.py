@@ -39,7 +39,7 @@ from tiering.connector.engine_cache import EngineCache
 from tiering.connector.event_types import EngineEvents, OffloadingKVEventsConfig
 from tiering.connector.groups import build_groups, tail_unit
 from tiering.connector.half import ASK_AGAIN, SchedulerHalf
-from tiering.connector.handed_states import HandedStates
+from tiering.connector.handed_states import Handed, HandedStates
 from tiering.connector.hints import FollowedHints
 from tiering.connector.hits import Hit, HitSearch
 from tiering.connector.jobs import NO_JOBS, BlockFences, JobTable
@@ -113,15 +113,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         when it has nothing to store for as long as it runs, as most requests that decode.
         """
         self._completions = Completions(
-            self.manager,
-            self._jobs,
-            self.fences,
-            self.loads,
-            self.events,
-            self.states,
-            tables,
-            self._counters,
-            clock,
+            self.manager, self._jobs, self.fences, self.loads, self.events, self.states, tables, self._counters, clock
         )
         recording, size = spec.recording, self.measure.offloaded_block_size
         self._recorder = None if recording is None else TraceRecorder(recording, size)
@@ -136,10 +128,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)
         self._waits = LookupWaits(self, self.manager, search, self._jobs, self._end_managers_step, clock)
-        self._step = 0
         self._is_preparing = not spec.rows_are_prepared
         """True until the memory of the rows is prepared; requests are computed meanwhile."""
-        self._new_epochs = self.manager.new_epochs
+        self._step, self._new_epochs = 0, self.manager.new_epochs
         self._is_shut_down = False
 
     # --------------------------------------------------------------------------------------------------------- requests
@@ -477,9 +468,19 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             state.cached.tiers = planned(state.found_tokens or 0, external_tokens, promoted)
         return len(keys) - sum(state.sources.values())
 
+    @counts_seconds
+    def register_finished_partial_tail(self, request: EngineRequest, handed: Sequence[Handed]) -> None:
+        """Store the tail that a request ends at, before :meth:`request_finished`."""
+        state = self.states.get(request.request_id)
+        if self._handed is not None and state is not None and self._stores_last(state):
+            self._handed.plan_last(state, handed)
+
+    def _stores_last(self, state: RequestState) -> bool:
+        return not self._is_paused() and state.scheduled and state.invalid_from is None and state.policy.store
+
     def _ended(self, state: RequestState) -> None:
         self._storing.discard(state.ctx.req_id)
-        if not self._is_paused() and state.scheduled and state.invalid_from is None and state.policy.store:
+        if self._stores_last(state):
             self._stores.plan_last(state)
         if state.stale_blocks:
             self._completions.refresh_stored(state)

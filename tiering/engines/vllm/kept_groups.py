@@ -10,7 +10,7 @@ Nothing here imports vLLM; its objects are read by attribute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiering.copy.canonical import LayerCache
@@ -86,12 +86,13 @@ class KeptGroups:
         }
         state = getattr(output, "kv_connector_block_state", None)
         if offers := getattr(state, "boundary_state_offloads", None):
-            handed = {
-                name: [(self._places[index], *rest) for index, *rest in states if index in self._places]
-                for name, states in offers.items()
-            }
+            handed = {name: self.handed(states) for name, states in offers.items()}
             replaced["kv_connector_block_state"] = _View(state, boundary_state_offloads=handed)
         return _View(output, **replaced)
+
+    def handed(self, states: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Return the states that vLLM hands over of a request: group, block and tokens."""
+        return [(self._places[index], block, end) for index, block, end in states if index in self._places]
 
     def _tables(self, tables: Sequence[list[int]]) -> list[list[int]]:
         return [tables[index] for index in self._indexes]

@@ -114,6 +114,15 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
             found[source] = found.get(source, 0) + tokens
         return found
 
+    def register_finished_partial_tail(
+        self, request: Any, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
+    ) -> bool:
+        """Store the tail that a request ends at; its blocks can be freed at once, as for all stores."""
+        if isinstance(self.scheduler_half, OffloadingConnectorScheduler):
+            tail = partial_tail_offloads if self._kept is None else self._kept.handed(partial_tail_offloads)
+            self.scheduler_half.register_finished_partial_tail(request, tail)
+        return False
+
     def request_finished(
         self, request: Any, block_ids: list[int] | tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
