@@ -131,6 +131,25 @@ def test_what_vllm_says_of_speculative_heads_is_read() -> None:
     ]
 
 
+def test_a_head_in_the_models_own_group_makes_no_group_of_drafts() -> None:
+    """As in vLLM's own connector: else each hit would lose its last block, and short prompts all of it.
+
+    What the head may then compute from are slots that were filled for other tokens: its drafts are worse, no answer is.
+    """
+    config, cache = configuration([])
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    config.speculative_config = SimpleNamespace(
+        method="mtp", num_speculative_tokens=1, use_eagle=lambda: True, use_eagle_block_drop=lambda: True
+    )
+    config.num_prefill_lookahead_tokens = 1
+    cache.kv_cache_groups = kv_cache_utils.get_kv_cache_groups(config, {"layer0": full(16), "mtp_layer": full(16)})
+    (marked,) = cache.kv_cache_groups
+    assert marked.layer_names == ["layer0", "mtp_layer"]
+    assert not marked.is_eagle_group, "vLLM finds the group of a head by its last layer, where there are several groups"
+    (group,) = read_geometry(config, cache, kind_of, HASH).engine.groups
+    assert (group.is_eagle, group.volatile_tokens) == (False, 0)
+
+
 @pytest.mark.parametrize("within_step", [False, True], ids=["waits", "within the step"])
 @pytest.mark.parametrize("per_chunk", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)

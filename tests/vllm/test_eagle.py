@@ -87,6 +87,7 @@ class HeadWithoutKV(Wrapped):
 def test_the_heads_kv_comes_back_with_the_models(speculating: Engine, expected: list[Answer]) -> None:
     (group,) = speculating.scheduler.kv_cache_config.kv_cache_groups
     assert len(group.layer_names) == LAYERS + 1
+    assert not group.is_eagle_group, "the last block of a prompt is stored and loaded too"
     answers, computed = ask(speculating)
     assert wrong(answers, expected) == []
     assert len(computed) >= TOKENS

@@ -97,7 +97,7 @@ def _check_states(vllm_config: Any, group: Any, name: str) -> None:
         raise ConfigError(f"{name}: --mamba-cache-mode {mode} is not supported; set --mamba-cache-mode align")
     if getattr(vllm_config, "speculative_config", None) is not None:
         raise ConfigError(
-            f"{name}: vLLM moves states after the step if drafts are rejected, so models with states are not supported "
+            f"{name}: with drafts, vLLM completes states after sampling, so models with states are not supported "
             "together with speculative decoding; turn one of the two off"
         )
     if getattr(vllm_config.cache_config, "use_replayssm", False):
