@@ -9,13 +9,14 @@ A fresh engine has cells of its own, of ten requests each: it knows neither spee
 the better one, and the assumed speed of the engine bounds what that costs (tiering/connector/prefill.py). An engine
 that starts again finds the speeds that another one has left in the tier after 30 other requests of the same cell.
 *auto by better* compares the means of all other requests; below 0%, the choice is better than both, because the speed
-changes or both do a part. The tables are those of the first of five seeds; the targets are those of all.
+changes or both do a part. The plot and the tables are those of the first of five seeds; the targets are those of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
+from typing import NamedTuple
 
 from benchmarks.gate_model import FRESH, LENGTHS, PREFILLS, Cell, Cold, Comparison, cold, cold_grid, compare, grid
 from benchmarks.harness import Bench
@@ -29,6 +30,37 @@ MOST_TIMES = 6.5
 Six by the assumed speed, and what whole steps add.
 """
 
+LOWEST, HIGHEST, STEP = 0.30, 1.10, 0.02
+"""Ends of the plot's axis and the width of a character, in times of the better one."""
+
+
+class Point(NamedTuple):
+    """One cell in the plot."""
+
+    prefill: float
+    """Prompt tokens that the engine computes per second."""
+    speeds: str
+    """Speeds of the tier."""
+    times: float
+    """Mean time to the first token, divided by the better one of never and always."""
+
+
+def plot(points: Sequence[Point]) -> str:
+    """Return a plot with a line for each prefill speed and tier speed, and a mark for each of its cells."""
+    at_one = round((1.0 - LOWEST) / STEP)
+    lines = [f"{'':29}{LOWEST:<{at_one}.1f}1.0  by the better one; a digit is a number of cells"]
+    last = 0.0
+    for prefill, speeds in dict.fromkeys((one.prefill, one.speeds) for one in points):
+        marks = [0] * (round((HIGHEST - LOWEST) / STEP) + 1)
+        for one in points:
+            if (one.prefill, one.speeds) == (prefill, speeds):
+                marks[min(max(0, round((one.times - LOWEST) / STEP)), len(marks) - 1)] += 1
+        marked = [str(count) if count else "|" if column == at_one else " " for column, count in enumerate(marks)]
+        first = f"{prefill:,.0f}" if prefill != last else ""
+        lines.append(f"{first:>7}  {speeds:<20}{''.join(marked)}".rstrip())
+        last = prefill
+    return "\n".join(["```text", *lines, "```"])
+
 
 def _speeds(cell: Cell) -> str:
     return " then ".join(f"{speed:g}" for speed in cell.speeds)
@@ -38,6 +70,10 @@ def run(bench: Bench) -> None:
     cells = grid(10, PREFILLS[:1]) if bench.quick else grid(50)
     first = [compare(cell) for cell in cells]
     compared = first + [compare(cell, seed) for seed in range(1, 1 if bench.quick else SEEDS) for cell in cells]
+    bench.note(
+        "**auto by better, by prefill tokens/s and the tier's speed: one mark for each length and load**\n\n"
+        + plot([Point(one.cell.prefill, _speeds(one.cell), one.auto / one.best) for one in first])
+    )
     for tokens in LENGTHS:
         bench.table(
             f"Mean time to the first token, median prompt {tokens:,} tokens",

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import bench_cuda, bench_mlperf_kv
 from benchmarks.__main__ import found, main
+from benchmarks.bench_load_or_compute import Point, plot
 from benchmarks.harness import (
     Bench,
     Sample,
@@ -128,6 +129,18 @@ def test_a_round_of_the_overhead_counts_only_if_all_came_back_and_no_answer_is_w
         return
     with pytest.raises(RuntimeError, match=fault):
         check_answers(work)
+
+
+def test_a_plot_has_a_mark_for_each_cell_and_shows_where_the_better_choice_is() -> None:
+    cells = [("1", 1.0), ("1", 1.0), ("1", 0.5), ("0.1", 0.9), ("0.1", 0.1), ("0.1", 2.0)]
+    _, axis, first, second, other, _ = plot(
+        [Point(2000.0, *cell) for cell in cells] + [Point(50000.0, "1", 1.02)]
+    ).split("\n")
+    low, one = axis.index("0.3"), axis.index("1.0")
+    assert {column: mark for column, mark in enumerate(first[low:], low) if mark != " "} == {low + 10: "1", one: "2"}
+    assert {column for column, mark in enumerate(second) if mark == "1" and column >= low} == {low, one - 5, one + 5}
+    assert (second[one], other[one : one + 2]) == ("|", "|1")
+    assert [line.split()[0] for line in (first, second, other)] == ["2,000", "0.1", "50,000"]
 
 
 def test_a_section_is_rewritten_in_place_and_the_others_stay(bench: Bench, tmp_path: Path) -> None:
