@@ -467,6 +467,31 @@ def test_the_counters_sum_to_the_computed_prompt_tokens(tmp_path: Path) -> None:
     assert parts["new "]["missed_tokens"] == 16
 
 
+@pytest.mark.parametrize("adapter", ["", "french"])
+@pytest.mark.parametrize(("found", "again"), [(0, 8), (8, 0), (4, 12)])
+def test_the_counters_sum_when_a_request_starts_again(tmp_path: Path, adapter: str, found: int, again: int) -> None:
+    """Its load has failed before its first step; later, it is preempted."""
+    with rig(tmp_path) as one:
+        one.run(PROMPT, "a")
+        request = FakeRequest("b", list(PROMPT), lora_request=SimpleNamespace(lora_name=adapter))
+        request.block_hashes = [sha256(name).digest() if adapter else name for name in request.block_hashes]
+
+        def begin(computed: int, *outputs: FakeSchedulerOutput, fails: bool = False) -> None:
+            one.scheduler.update_state_after_alloc(request, FakeBlocks((ids(5),)), one.match(request, computed))
+            for output in (FakeSchedulerOutput(), *outputs):
+                meta = one.scheduler.build_connector_meta(output)
+                for job in [order.job_id for order in [*meta.reqs_to_load.values(), *meta.reqs_to_store.values()]]:
+                    one.scheduler.update_connector_output(finished(job, failed=[job] if fails else []))
+
+        begin(found, fails=True)
+        request.num_computed_tokens = again
+        begin(again, FakeSchedulerOutput().new(request, 18, ids(5)), FakeSchedulerOutput(preempted_req_ids={"b"}))
+        begin(found, FakeSchedulerOutput().cached(request, 18, ids(5), resumed=True))
+        one.misses.explainer.settle()
+        parts = one.scheduler.get_stats()["misses"]
+    assert sum(part["missed_tokens"] for part in parts.values()) == 18 + (18 - again)
+
+
 def test_without_the_word_nothing_is_noted() -> None:
     scheduler = OffloadingConnectorScheduler(make_spec())
     assert scheduler._misses is None
