@@ -227,6 +227,7 @@ class GateModel:
             if hits:
                 self.manager.prepare_load(hits, prompt.ctx)
                 self.manager.complete_load(hits, prompt.ctx)
+            self.manager.note_scheduled(prompt.ctx)
             prompt.left = prompt.tokens - len(hits) * BLOCK_TOKENS
             scheduled[prompt.ctx.req_id] = take = min(budget, prompt.left)
             budget -= take

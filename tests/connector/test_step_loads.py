@@ -19,6 +19,7 @@ from tests.connector.fakes import (
     make_scheduler,
     prompt,
     run_prompt,
+    start_load,
 )
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
@@ -280,3 +281,19 @@ def test_a_reset_lets_a_load_within_the_step_end() -> None:
     scheduler.update_connector_output(finished(job))
     assert not scheduler.has_pending_work()
     assert not manager.lost
+
+
+def test_a_gating_manager_is_told_of_the_step_that_computes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is the step of the load, or the one after a load that the request waits for."""
+    noted: list[str] = []
+    monkeypatch.setattr(FakeManager, "gates_loads", True)
+    monkeypatch.setattr(FakeManager, "note_scheduled", lambda _, ctx: noted.append(ctx.req_id))
+    within, waits = prompt(18, "within"), prompt(16, "waits")
+    scheduler, _ = scheduler_with(within)
+    run(scheduler, within, 16, ids(5))
+    assert noted == ["within"]
+    meta = start_load(scheduler, waits, ids(4))
+    scheduler.update_connector_output(finished(meta.reqs_to_load["waits"].job_id))
+    assert noted == ["within"]
+    scheduler.update_state_after_alloc(waits, FakeBlocks((ids(4),)), 0)
+    assert noted == ["within", "waits"]

@@ -55,6 +55,7 @@ CALLS: dict[str, Call] = {
     "held": lambda rig: rig.manager.held([A], rig.ctx),
     "note_compute": lambda rig: rig.manager.note_compute([0.0]),
     "measure_worth": lambda rig: rig.manager.measure_worth(rig.ctx),
+    "note_scheduled": lambda rig: rig.manager.note_scheduled(rig.ctx),
     "note_first_token": lambda rig: rig.manager.note_first_token(rig.ctx, 0.0),
     "waits_until": lambda rig: rig.manager.waits_until(rig.ctx),
     "open_tier": lambda rig: rig.manager.open_tier(0, 0.0),

@@ -12,7 +12,7 @@ from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, SHORTER, LoadGate
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.manager.prefix_search import FIRST_WAIT, HANDOVER_SECONDS
+from tiering.manager.prefix_search import FIRST_WAIT, HANDOVER_HALF_LIFE, HANDOVER_SECONDS
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.speeds import LoadOrCompute
@@ -438,6 +438,8 @@ def test_a_wait_that_has_ended_is_not_added_to_the_next_one(rig: Rig, is_reset: 
 class Handover(Rig):
     """A rig whose tier takes 0.5 s for ten blocks, which take 1 s to compute."""
 
+    pause = 60.0
+
     def load(self, name: str, handover: float, head: int = 0) -> int:
         """Let a request load ten blocks, and return how many it loads.
 
@@ -460,9 +462,10 @@ class Handover(Rig):
         self.manager.prepare_load(keys[: match.hits], ctx)
         self.clock.advance(handover)
         self.manager.complete_load(keys[: match.hits], ctx)
+        self.manager.note_scheduled(ctx)
         self.manager.on_request_finished(ctx)
         self.manager.on_schedule_end()
-        self.clock.advance(60.0)  # a busy tier is used less
+        self.clock.advance(self.pause)  # a busy tier is used less
         return match.hits - head
 
 
@@ -472,6 +475,14 @@ def test_the_time_from_the_load_to_the_engine_counts() -> None:
     assert [rig.load(str(number), 0.6) for number in range(3)] == [10, 0, 0]
     rig = Handover()
     assert [rig.load(str(number), seconds) for number, seconds in enumerate((0.1, 0.6, 0.6))] == [10, 10, 10]
+
+
+def test_the_typical_time_to_the_engine_counts_until_it_has_faded() -> None:
+    rig = Handover()
+    rig.pause = 0.0
+    assert [rig.load(str(number), seconds) for number, seconds in enumerate((0.3, 0.6, 0.6, 0.6))] == [10, 10, 10, 0]
+    rig.clock.advance(6.0 * HANDOVER_HALF_LIFE)
+    assert rig.load("later", 0.6) == 10
 
 
 def test_the_time_to_the_engine_is_measured_again() -> None:

@@ -359,6 +359,13 @@ class OffloadingManager(ABC):
             req_context: the request, for which :meth:`note_first_token` follows unless the request ends before.
         """
 
+    def note_scheduled(self, req_context: ReqContext) -> None:
+        """Note that the step that is being built computes the rest of a request's prompt; the default does nothing.
+
+        Args:
+            req_context: the request, whose loads have ended, or end within the step.
+        """
+
     def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
         """Note that the first token of a request of :meth:`measure_worth` is there; the default does nothing.
 

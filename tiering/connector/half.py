@@ -181,7 +181,7 @@ class SchedulerHalf(ABC, Generic[State]):
         state.match = None
         self._missed_blocks += state.asked_blocks
         state.asked_blocks = 0
-        self._allocated(state)
+        self._allocated(state, awaited)
         return awaited
 
     @counts_seconds
@@ -303,8 +303,13 @@ class SchedulerHalf(ABC, Generic[State]):
             The number of its blocks that the primary tier held before the match, in the group :attr:`measure`.
         """
 
-    def _allocated(self, state: State) -> None:
-        """Note that a request has got its blocks: what it does not load from now on, it computes."""
+    def _allocated(self, state: State, awaited: int) -> None:
+        """Note that a request has got its blocks: what it does not load from now on, it computes.
+
+        Args:
+            state: the request.
+            awaited: tokens that it waits for; 0 if the step that is being built computes the rest.
+        """
 
     def _parameters(self, state: State) -> dict[str, Any] | None:
         """Return the parameters of the response of a request that has ended; None: none."""

@@ -399,7 +399,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if not self._shows_cache:
             self._shows_cache = True
             self.manager.hold_exclusively(None)
-        hints = NO_HINTS if self._hints is None else self._hints.of(request)
         wants_all = self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
         if self._prefill is not None:
             self._prefill.follow(request, ctx, policy)
@@ -412,14 +411,16 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             request_level=wants_all,
             storing=self._storing,
             prompt_only=self._spec.offload_prompt_only,
-            hints=hints,
+            hints=NO_HINTS if self._hints is None else self._hints.of(request),
             arrived=0.0 if self._recorder is None else self._recorder.now(),
         )
 
     def _held_events(self) -> Iterable[OffloadingEvent]:
         return super()._held_events() if self._misses is None else self._misses.take_events()
 
-    def _allocated(self, state: RequestState) -> None:
+    def _allocated(self, state: RequestState, awaited: int) -> None:
+        if not awaited and self._prefill is not None:
+            self.manager.note_scheduled(state.ctx)
         if self._misses is not None and not state.is_explained:
             self._misses.note(state, self._is_paused())
         if self._cached is not None and state.cached is None:

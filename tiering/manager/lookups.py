@@ -138,6 +138,11 @@ class ManagerLookups(ManagerParts):
         if request is not None:
             request.is_measured = True
 
+    def note_scheduled(self, req_context: ReqContext) -> None:
+        self._owner.claim()
+        if self._gates and (request := self._known.get(req_context.req_id)) is not None:
+            self._search.scheduled(request)
+
     def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:
         self._owner.claim()
         request = self._known.get(req_context.req_id)
@@ -186,8 +191,6 @@ class ManagerLookups(ManagerParts):
             self._owner.claim()
         self._rest.until = None
         self.primary_tier.complete_load(keys, req_context)
-        if self._gates and (request := self._known.get(req_context.req_id)) is not None:
-            self._search.handed_over(request)
         if self._is_exclusive:
             self._jobs.late_copies.loaded(keys, self._known.get(req_context.req_id))
 

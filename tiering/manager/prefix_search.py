@@ -25,13 +25,16 @@ from tiering.manager.requests import Request
 from tiering.manager.tier_state import TierState
 from tiering.manager.tiers import SecondaryTiers
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
-from tiering.runtime.shortest import Shortest
+from tiering.runtime.typical import Typical
 
 MAX_RUNS = 128
 """Largest number of runs of missing blocks that one search promotes; later steps promote the rest."""
 
 HANDOVER_SECONDS = 300.0
-"""Length of a period of the shortest time from a load to the engine's cache, in seconds."""
+"""Length of a period of the shortest time from a load to the request's step, in seconds."""
+
+HANDOVER_HALF_LIFE = 10.0
+"""Seconds after which half of what a typical one takes longer is left: while loads do not pay, none is measured."""
 
 FIRST_WAIT = 0.01
 """Seconds for which one of several first prompts waits for loads, before it shows the engine's speed.
@@ -129,8 +132,8 @@ class PrefixSearch:
         """True if a request has waited for :data:`FIRST_WAIT`."""
         self.others = 0.0
         """Part by which the requests that come meanwhile lengthen :attr:`compute_seconds`."""
-        self._handover = Shortest(HANDOVER_SECONDS, clock())
-        """Seconds from the end of a load to the blocks in the engine's cache: steps and a copy."""
+        self._handover = Typical(HANDOVER_SECONDS, HANDOVER_HALF_LIFE, clock())
+        """Seconds from the end of a load to the step that computes the rest of the prompt: steps and a copy."""
 
     def match(self, request: Request, keys: Sequence[OffloadKey], position: int, at_least: int = 1) -> PrefixMatch:
         """Return the longest prefix of ``keys``, searching on from ``position``.
@@ -171,8 +174,8 @@ class PrefixSearch:
         is_complete = not walk.waits and (end < len(seen) or len(seen) == len(keys))
         return EarlyMatch(end, walk.begun, is_complete, walk.is_undecided)
 
-    def handed_over(self, request: Request) -> None:
-        """Record that the blocks that a request has loaded are in the engine's cache."""
+    def scheduled(self, request: Request) -> None:
+        """Record that the step that is being built computes what a request has not loaded."""
         if request.arrived_at > -math.inf:
             now = self._clock()
             self._handover.add(now - request.arrived_at, now)
@@ -341,7 +344,7 @@ class PrefixSearch:
             lost: number of blocks that it computes otherwise; 0 if ``keys`` are on their way already. Default 0.
         """
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
-        handover = 0.0 if position or (shortest := self._handover.value(now)) == math.inf else shortest
+        handover = 0.0 if position or (typical := self._handover.value(now)) == math.inf else typical
         queue, blocks = self._compute_seconds(keys[0], gate.awaited), len(keys) if lost else 0
         pays = seconds == math.inf or (seconds > 0.0 and gate.decide(blocks, seconds, queue, handover, now))
         worth = state.worth

@@ -300,6 +300,7 @@ class Replay:
             manager.prepare_load(hits, running.ctx)
             sources = manager.count_sources(hits, running.ctx)
             manager.complete_load(hits, running.ctx)
+            manager.note_scheduled(running.ctx)
             seconds = len(hits) * self.stack.block_bytes / model.device_bytes_per_second
             for name, blocks in sources.items():
                 self._hits[name] += blocks
