@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -44,4 +45,4 @@ class Typical:
         """Return the typical duration; infinity if there was none lately."""
         shortest = self._shortest.value(now)
         beyond = max(0.0, min(self._median, MOST_TIMES * shortest) - shortest)
-        return shortest + beyond * 0.5 ** ((now - self._time) / self._half_life)
+        return shortest + beyond * math.pow(0.5, (now - self._time) / self._half_life)
