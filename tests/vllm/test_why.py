@@ -180,3 +180,26 @@ def test_the_tokens_of_another_adapter_are_named(llama: Path, tmp_path: Path) ->
         one.ask(prompt(2), salt="theirs")
         assert one.why(prompt(2), salt="mine", lora=adapter) == ["new", "remainder"]
         one.check_sum()
+
+
+def test_the_sum_holds_when_requests_of_several_adapters_are_preempted(llama: Path, tmp_path: Path) -> None:
+    """A request that starts again finds blocks that it, or another one, has left in either cache."""
+    from vllm.lora.request import LoRARequest
+
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 8}
+    paths = [write_adapter(tmp_path / f"adapter {number}", number) for number in (1, 2)]
+    with asked(llama, tmp_path, [], num_gpu_blocks_override=40, **options) as one:
+        running = one.running
+        adapters = [LoRARequest(str(number), number, str(path)) for number, path in enumerate(paths, 1)]
+        for adapter in adapters:
+            running.ask([prompt(9)[:8]], 1, lora=adapter)  # the worker reports the adapter's content
+        for turn in range(3):
+            names = []
+            for adapter in (None, *adapters):
+                names += running.start([prompt(turn + number) for number in range(3)], 64, lora_request=adapter)
+            running.finish(names)
+            running.settle()
+            assert running.llm.reset_prefix_cache()
+        assert running.preempted > 0
+        running.check_causes()
+        assert running.connector.scheduler_half.get_stats()["misses"]["other_adapter "]["missed_tokens"] > 0
