@@ -360,7 +360,9 @@ class OffloadingManager(ABC):
         """
 
     def note_scheduled(self, req_context: ReqContext) -> None:
-        """Note that the step that is being built computes the rest of a request's prompt; the default does nothing.
+        """Note that the step that is built now computes the rest of a request's prompt.
+
+        The default does nothing.
 
         Args:
             req_context: the request, whose loads have ended, or end within the step.

@@ -60,12 +60,14 @@ class LookupWaits:
         """Requests whose answers the present schedule has waited for."""
 
     def arrived(self, state: TrackedRequest[Any], pool: EngineBlockPool | None) -> None:
-        """Begin the lookup of a request that has just come, if the engine runs nothing.
+        """Begin the lookup of a request that has just come, if this is the time and the engine runs nothing.
 
         Args:
             state: the request.
             pool: the engine's block pool; a prefix that its cache holds is not looked up. None: it is not known.
         """
+        if not self.begins:
+            return
         cached = getattr(pool, "get_cached_block", None)
         if cached is None or state.touched or state.variant is not None or not state.may_load:
             return

@@ -189,8 +189,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def on_new_request(self, request: EngineRequest) -> None:
         """Register a request; begin its prefetches, and its promotions if the stack has them early."""
         super().on_new_request(request)
-        if self._waits.begins:
-            self._waits.arrived(self.states[request.request_id], self._pool)
+        self._waits.arrived(self.states[request.request_id], self._pool)
         if self._spec.promotes_waiting or self._spec.hints.prefetch:
             self._begin_early(self.states[request.request_id])
 

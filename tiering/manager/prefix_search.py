@@ -34,7 +34,7 @@ HANDOVER_SECONDS = 300.0
 """Length of a period of the shortest time from a load to the request's step, in seconds."""
 
 HANDOVER_HALF_LIFE = 10.0
-"""Seconds after which half of what a typical one takes longer is left: while loads do not pay, none is measured."""
+"""Seconds in which the typical time falls halfway to the shortest one while none is measured."""
 
 FIRST_WAIT = 0.01
 """Seconds for which one of several first prompts waits for loads, before it shows the engine's speed.

@@ -1,4 +1,4 @@
-"""The typical one of the latest durations, which fades towards the shortest one while nothing is measured."""
+"""The typical duration of late, which falls towards the shortest while none is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATEST = 5
 """Number of durations whose median counts: two of them may be outliers."""
 
 MOST_TIMES = 3.0
-"""Largest quotient of the typical duration and the shortest one: more is a queue, which has causes of its own."""
+"""Largest quotient of the typical and the shortest duration: more has other causes, a queue for example."""
 
 
 class Typical:
