@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.machine.engines import SmallEngine, key_of
 from tests.machine.hosts import service_in_thread
 from tests.machine.test_peer_rows import BLOCKS, MADE, MEMORY, TIERS, are_found, engine_of, owner_of_blocks, peers_of
+from tiering.errors import TieringError
+from tiering.machine.claim import KeptRegion
 from tiering.machine.options import PEERS_TIER
 from tiering.machine.peer_rows import PeerRows
+from tiering.machine.regions import Regions
 from tiering.machine.service import MachineService
 from tiering.primary.memory.region import make_sealed
 from tiering.testing.clock import until
@@ -62,6 +67,15 @@ def test_rows_are_found_after_a_restart_of_the_service(orphans: tuple[SmallEngin
     one.store([51])
     assert one.settle(lambda: peers_of(service).get_stats().blocks >= 10)
     assert two.load([51]) == ([51], [])
+
+
+def test_all_rows_of_a_large_region_are_found_after_a_restart(
+    orphans: tuple[SmallEngine, SmallEngine, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are reported faster than their digests are computed."""
+    monkeypatch.setattr("tiering.machine.regions.MOST_PENDING", 4)
+    one, two, path = orphans
+    assert are_found(restarted(path, one, two), one, 8)
 
 
 def test_rows_that_were_taken_while_the_service_was_away_are_not_found(
@@ -113,3 +127,52 @@ def test_rows_that_are_shown_against_the_rules_are_refused(
     assert until(lambda: len(service._peers) == connections)
     assert len(service.regions) == 2
     assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def refuse(*_: object) -> None:
+    raise TieringError("no room for rows")
+
+
+def test_the_next_service_is_shown_rows_at_once_that_the_last_one_has_refused(
+    orphans: tuple[SmallEngine, SmallEngine, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.machine.ledger.SHOW_AGAIN", 600.0)
+    one, two, path = orphans
+    keeper: Any = one.manager.primary_tier.keeper
+    keeper._show_wait = 600.0
+    with monkeypatch.context() as during:
+        during.setattr(Regions, "show", refuse)
+        with service_in_thread(path, MEMORY, peers=PeerRows) as service:
+            assert one.settle(lambda: service._refused > 0 and not keeper._showing)
+        assert one.settle(partial(is_orphan, one))
+    assert are_found(restarted(path, one, two), one, 8)
+    assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+def test_a_service_that_refuses_the_reports_is_not_asked_in_a_loop(
+    orphans: tuple[SmallEngine, SmallEngine, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, path = orphans
+    monkeypatch.setattr("tiering.machine.ledger.SHOW_AGAIN", 0.05)
+    monkeypatch.setattr("tiering.machine.regions.LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(Regions, "take", refuse)
+    keeper: Any = one.manager.primary_tier.keeper
+    keeper._show_wait = 0.05
+    restarted(path, one, two)
+    assert one.settle(lambda: keeper._show_wait >= 0.4)
+
+
+def test_rows_are_not_shown_to_a_service_that_has_just_let_go_of_them(
+    orphans: tuple[SmallEngine, SmallEngine, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiers learn of the end of a service in a thread of their own, perhaps after the rows."""
+    one, two, path = orphans
+    service = restarted(path, one, two)
+    assert are_found(service, one, 8)
+    keeper: Any = one.manager.primary_tier.keeper
+    keeper._show_due = 0.0
+    asked = Mock(return_value=None)
+    monkeypatch.setattr(KeptRegion, "shown", asked)
+    keeper._connection.socket.shutdown(socket.SHUT_RDWR)
+    assert one.settle(lambda: keeper._connection is None)
+    assert not one.settle(lambda: asked.called, 0.5)

@@ -151,6 +151,7 @@ def _ask(path: str, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSock
             raise TieringError(record.text.decode(errors="replace"))
         peer.settimeout(None)
         connection = ServiceSocket(peer)
+        connection.instance = record.text.decode(errors="replace").partition("\0")[0]
         connection.received = 1
     except BaseException as error:
         peer.close()

@@ -32,7 +32,7 @@ MOST_PENDING = 1 << 16
 """Rows that wait to be reported, beyond which the oldest are not."""
 
 SHOW_AGAIN, LONGEST_SHOW = 5.0, 600.0
-"""Seconds between attempts to show the rows to a service that has not made them; the wait doubles."""
+"""Seconds between attempts to show the rows to one service that has not made them; the wait doubles."""
 
 _ONE, _TWO = np.uint64(1), np.uint64(2)
 _Words = NDArray[np.uint64]
@@ -70,6 +70,8 @@ class RowLedger:
         self._shown: deque[ServiceSocket | None] = deque()
         """The outcome of the attempt to show the rows, which a thread has put there."""
         self._showing = False
+        self._service = ""
+        """Name of the last service that had the rows, or was asked to take them."""
         self._show_due, self._show_wait = 0.0, SHOW_AGAIN
         self._reported = np.zeros(len(self._words), np.bool_)
         """The rows whose blocks were reported and have not been taken since."""
@@ -118,6 +120,8 @@ class RowLedger:
             _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
             connection.close()
             self._connection = None
+            # The tiers may learn later that the service has ended; one that refuses the reports is not asked in a loop.
+            self._service, self._show_due = connection.instance, time.monotonic() + self._show_wait
             self._unsent.clear()
             self._pending.clear()
             self._num_pending = 0
@@ -129,10 +133,16 @@ class RowLedger:
             if (connection := self._shown.popleft()) is not None:
                 self._region.connection = self._connection = connection
                 self._unsent = [pack(Record(Kind.HELD))]
-                self._again_at, self._show_wait = 0, SHOW_AGAIN
+                self._again_at = 0
             return connection
+        services = {each.service if each.settled_weights is not None else "" for each in self._tiers}
+        if self._showing or len(services) > 1 or "" in services:
+            return None
         now = time.monotonic()
-        if not self._showing and now >= self._show_due and None not in {each.settled_weights for each in self._tiers}:
+        if self._service not in services:
+            (self._service,) = services
+            self._show_due, self._show_wait = now, SHOW_AGAIN
+        if now >= self._show_due:
             self._showing, self._show_due = True, now + self._show_wait
             self._show_wait = min(2 * self._show_wait, LONGEST_SHOW)
             fds = os.dup(self._region.fd), os.dup(self._region.words_fd)

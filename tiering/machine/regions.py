@@ -50,7 +50,7 @@ LEAVE_SECONDS = 10.0
 """Seconds within which the processes of an engine must end after it has left its rows."""
 
 MOST_PENDING = 1 << 16
-"""Rows of one region that wait for their digest, beyond which reports are dropped."""
+"""Rows of one region that wait for their digest, beyond which reports are dropped; or all of its rows."""
 
 PART = 64
 """Rows whose digests are computed in one piece of work."""
@@ -338,7 +338,7 @@ class Regions:
         if stamp != region.stamp:
             region.empty()
             region.stamp = stamp
-        if region.pending + len(rows) > MOST_PENDING:
+        if region.pending + len(rows) > max(MOST_PENDING, region.claim.rows):
             return
         region.pending += len(rows)
         words = np.frombuffer(record.text, np.uint64, len(rows)).tolist()

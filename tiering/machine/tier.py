@@ -376,6 +376,11 @@ class MachineTier(TierIntake, SecondaryTierManager):
             return None
         return self._weights if known[:2] == (connection.instance, state[0]) and state[1] == self._weights else None
 
+    @property
+    def service(self) -> str:
+        """Name of the process that serves the tier; empty while none does."""
+        return "" if self._connection is None else self._connection.instance
+
     def _forget(self) -> None:
         """Forget what the tier holds."""
         self._index.clear()
