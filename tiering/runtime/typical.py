@@ -12,7 +12,7 @@ LATEST = 5
 """Number of durations whose median counts: two of them may be outliers."""
 
 MOST_TIMES = 3.0
-"""Largest quotient of the typical and the shortest duration: more has other causes, a queue for example."""
+"""Largest quotient of the typical and the shortest duration; more is a queue for example."""
 
 
 class Typical:
