@@ -212,6 +212,24 @@ def test_two_loads_of_one_request_end_in_the_order_of_their_beginning(
     assert primary.count_rows().evictable == 2
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_request_stores_a_block_again_only_when_its_store_from_before_a_reset_has_ended(
+    primary: CPUPrimaryTierOffloadingManager, apart: bool
+) -> None:
+    """The new copy could end first, and with it the quarantine of a row that the old one still writes to."""
+    keys, other = keys_of(0, 1), ReqContext("other")
+    before = rows_of(prepare(primary, keys))
+    primary.reset_cache()
+    again = prepare(primary, keys_of(0, 1, 2))
+    assert again.keys_to_store == keys_of(2)
+    primary.complete_store(again.keys_to_store, CTX)
+    assert not set(before) & set(rows_of(prepare(primary, keys_of(0), other)))
+    for part in (keys[:1], keys[1:]) if apart else (keys,):
+        primary.complete_store(part, CTX, success=False)
+    assert primary.count_rows().quarantined == 0
+    assert prepare(primary, keys).keys_to_store == keys_of(1)
+
+
 def test_a_store_that_completes_after_a_reset_does_not_complete_somebody_elses(
     primary: CPUPrimaryTierOffloadingManager,
 ) -> None:

@@ -203,7 +203,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads)
     @rule(choice=choices)
     def complete_load(self, choice: int) -> None:
-        ctx, keys, rows, epochs = self.reads.pop(choice % len(self.reads))
+        chosen = self.reads[choice % len(self.reads)][0]
+        oldest = next(number for number, read in enumerate(self.reads) if read[0] is chosen)
+        ctx, keys, rows, epochs = self.reads.pop(oldest)  # loads of one request end in their order
         assert self.buffer[rows, 0].tolist() == [NUMBER[key] for key in keys]
         assert (self.buffer[rows, 1] == epochs).all()
         self.manager.complete_load(keys, ctx)

@@ -245,7 +245,8 @@ class OffloadingManager(ABC):
     ) -> PrepareStoreOutput | None:
         """Reserve a row for each of ``keys`` that is not held yet.
 
-        No key of this call is evicted to make room for another one.
+        No key of this call is evicted to make room for another one. A block whose store by the same request was running
+        at a reset gets no row until that store has ended.
 
         Args:
             keys: the keys in the order of the prefix.

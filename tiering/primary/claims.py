@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,11 @@ class Claims:
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
+
+    def holds(self, req_id: str) -> Collection[OffloadKey]:
+        """Return the keys that a request claims."""
+        claimed = self._requests.get(req_id)
+        return () if claimed is None else {*claimed.parts, *(key for keys, _ in claimed.batches for key in keys)}
 
     def add(self, req_id: str, keys: Sequence[OffloadKey], rows: Rows) -> None:
         """Record that a request claims ``keys`` at ``rows``.

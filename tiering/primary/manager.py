@@ -250,6 +250,9 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
         new = self._table.unknown(keys)
+        if new and self._table.quarantined and (writing := self._stores.holds(req_context.req_id)):
+            # Its store from before a reset is still running: the end of one could not be told from that of the other.
+            new = [key for key in new if key not in writing]
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         if len(new) > self._table.room:
