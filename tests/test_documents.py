@@ -216,7 +216,7 @@ def test_the_programs_of_the_documents_pass_the_type_checker_as_a_users_would(tm
 
 
 NAMED_TEST = re.compile(r"`((?:tests/[\w/]+/)?test_\w+)(?:\.py)?`")
-REASONS = ("Refused", "Not run: ", "None; ", "as the tiers", "[on an H100](../benchmarks/RESULTS.md")
+REASONS = ("Refused", "Not run: ", "None; ", "as the tiers", "[on an H100](../benchmarks", "[on an H200](../benchmarks")
 """Beginnings of cells without a test."""
 
 
