@@ -53,6 +53,7 @@ def storm(running: Engine, expected: list[Answer], seed: int) -> int:
     return failures
 
 
+@pytest.mark.slow  # minutes
 @pytest.mark.parametrize("disk", [False, True], ids=["", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_answer_of_a_storm_differs_from_those_without_tiers(
