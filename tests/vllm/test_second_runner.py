@@ -119,9 +119,13 @@ def orders(gpu_block: int, row: int, job_id: int) -> dict[str, TransferOrder]:
 
 @pytest.mark.parametrize("orders_of", ["reqs_to_store", "states_to_store"])
 def test_a_block_that_is_zeroed_for_its_next_user_was_stored_before(
-    runner: Runner, request: pytest.FixtureRequest, orders_of: Any
+    runner: Runner, request: pytest.FixtureRequest, orders_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the negative control: a worker that does not know of early writes stores the zeros."""
+    """With the negative control: a worker that does not know of early writes stores the zeros.
+
+    The stores are queued, as all are on a GPU.
+    """
+    monkeypatch.setattr(runner.worker.copies, "transfer_at_once", lambda jobs: {job_id for job_id, _ in jobs})
     metadata = OffloadingConnectorMetadata()
     setattr(metadata, orders_of, orders(3, 5, 1))
     runner.step(metadata, computed={3: 77})
