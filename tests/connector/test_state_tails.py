@@ -158,7 +158,7 @@ class TestAtTheEndOfARequest:
         scheduler, manager = hybrid(**words)
         request = prompt(30, kv_transfer_params=policy)
         start(scheduler, request, 28, [11, 12], [0, 21])
-        scheduler.register_finished_partial_tail(request, handed)
+        scheduler.store_last_tail(request, handed)
         scheduler.request_finished(request, ([11, 12], [0, 21]))
         return scheduler, manager, request
 
@@ -209,7 +209,7 @@ class TestAtTheEndOfARequest:
         request = prompt(30)
         start(scheduler, request, 28, [11, 12], [0, 21])
         scheduler.states["r1"].load_failed(16)
-        scheduler.register_finished_partial_tail(request, [(1, 21, 28)])
+        scheduler.store_last_tail(request, [(1, 21, 28)])
         assert scheduler._stores.last == {}
 
     def test_blocks_that_wait_for_room_go_out_in_its_place(self) -> None:
@@ -218,7 +218,7 @@ class TestAtTheEndOfARequest:
         manager.refuse_stores = True
         start(scheduler, request, 28, [11, 12], [0, 21])
         manager.refuse_stores = False
-        scheduler.register_finished_partial_tail(request, [(1, 21, 28)])
+        scheduler.store_last_tail(request, [(1, 21, 28)])
         scheduler.request_finished(request, ([11, 12], [0, 21]))
         order = idle_step(scheduler).reqs_to_store["r1"]
         source = order.spec[0]
@@ -230,7 +230,7 @@ class TestAtTheEndOfARequest:
     def test_an_unknown_request_and_a_model_without_states_store_none(self) -> None:
         for groups in ((FULL, STATE), (FULL,)):
             scheduler, _ = hybrid(*groups)
-            scheduler.register_finished_partial_tail(prompt(30), [(1, 21, 28)])
+            scheduler.store_last_tail(prompt(30), [(1, 21, 28)])
             assert not scheduler.has_pending_work()
 
 

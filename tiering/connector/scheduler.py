@@ -469,7 +469,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         return len(keys) - sum(state.sources.values())
 
     @counts_seconds
-    def register_finished_partial_tail(self, request: EngineRequest, handed: Sequence[Handed]) -> None:
+    def store_last_tail(self, request: EngineRequest, handed: Sequence[Handed]) -> None:
         """Store the tail that a request ends at, before :meth:`request_finished`."""
         state = self.states.get(request.request_id)
         if self._handed is not None and state is not None and self._stores_last(state):

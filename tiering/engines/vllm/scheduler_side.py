@@ -120,7 +120,7 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
         """Store the tail that a request ends at; its blocks can be freed at once, as for all stores."""
         if isinstance(self.scheduler_half, OffloadingConnectorScheduler):
             tail = partial_tail_offloads if self._kept is None else self._kept.handed(partial_tail_offloads)
-            self.scheduler_half.register_finished_partial_tail(request, tail)
+            self.scheduler_half.store_last_tail(request, tail)
         return False
 
     def request_finished(
