@@ -21,9 +21,9 @@ MODEL = ModelIdentity(name="org/model", weights="0" * 40, dtype="bfloat16", layo
 BLOCK_BYTES = 64 << 10
 MOST_CALLS = 5
 """Largest number of calls at the end of a step while the tiers rest."""
-MOST_CALLS_OF_A_TIER = 39
+MOST_CALLS_OF_A_TIER = 41
 """Largest number of calls at the end of a step in which a tier on a disk is called."""
-MOST_CALLS_PER_REQUEST, MOST_CALLS_PER_REQUEST_WITH_A_DISK = 64, 120
+MOST_CALLS_PER_REQUEST, MOST_CALLS_PER_REQUEST_WITH_A_DISK = 65, 120
 """Largest number of the manager's calls for a new prompt of three blocks, of eight that run together."""
 
 

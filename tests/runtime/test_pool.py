@@ -295,6 +295,7 @@ STARTERS = {
     "tiering/engines/mailbox.py": "the start of an engine; the thread ends with it",
     "tiering/config/io_process.py": "the start of an engine; the thread ends with the tiers",
     "tiering/machine/link.py": "the start of an engine; the thread ends with it",
+    "tiering/machine/ledger.py": "once for each service that an engine joins; the thread ends at once",
     "tiering/epochs/opener.py": "the shutdown of a tier, which may wait until its deadline",
     "tiers/local/device.py": "a measurement of the command line",
     "tiers/local/recovery.py": "the recovery of a directory, on an I/O thread",
