@@ -141,6 +141,47 @@ def test_the_next_engine_finds_the_blocks_of_one_that_was_killed(service: Machin
         heir.close()
 
 
+def test_what_an_engine_reports_while_it_inherits_counts_for_the_next_one(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as undo:
+        pid, _ = undo.enter_context(victim_process(service.path))
+        assert recorded(service, 8)
+        killed(service, pid)
+        with monkeypatch.context() as during:
+            during.setattr(Regions, "_verify", lambda *_: None)
+            pid, _ = undo.enter_context(victim_process(service.path, blocks=range(100, 104)))
+            assert until(lambda: len(regions(service)[0].early) > 0, PATIENCE)
+            assert regions(service)[0].offer is not None
+        service.wake()
+        new = {key_of(number) for number in range(100, 104)}
+        assert until(lambda: new <= {entry.key for entry in list(regions(service)[0].entries.values())}, PATIENCE)
+        killed(service, pid)
+        heir = engine_of(service.path)
+        assert heir.settle(lambda: inherited(heir) == len(regions(service)[0].entries))
+        assert heir.load(range(100, 104), patience=5.0) == ([100, 101, 102, 103], [])
+
+
+def test_what_an_engine_reported_too_early_ends_with_it(
+    service: MachineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may belong to another epoch."""
+    with ExitStack() as undo:
+        pid, _ = undo.enter_context(victim_process(service.path))
+        assert recorded(service, 8)
+        killed(service, pid)
+        with monkeypatch.context() as during:
+            during.setattr(Regions, "_verify", lambda *_: None)
+            pid, _ = undo.enter_context(victim_process(service.path, blocks=range(100, 104)))
+            assert until(lambda: len(regions(service)[0].early) > 0, PATIENCE)
+            killed(service, pid)
+            assert not regions(service)[0].early
+            assert regions(service)[0].pending == 0
+        heir = engine_of(service.path)
+        nothing_more(service, heir)
+        assert heir.load(range(100, 104), patience=0.5) == ([], [])
+
+
 def test_blocks_that_a_request_keeps_from_the_tiers_end_with_the_engine(service: MachineService) -> None:
     """Their keys may be private to the process, such as those of an adapter whose files are not known."""
     with victim_process(service.path) as (pid, run):

@@ -454,10 +454,43 @@ def test_blocks_of_an_older_epoch_are_never_found(tmp_path: Path) -> None:
         assert are_found(service, one, 8)
         made[0].has_successor = True
         service.wake()
-        assert one.settle(lambda: one.manager.new_epochs > 0 and one.serving(0))
+        assert one.settle(lambda: one.manager.new_epochs > 0)
         assert two.settle(lambda: two.manager.new_epochs > 0 and two.serving(0))
         assert peers_of(service).get_stats().blocks == 0
         assert two.load(BLOCKS) == ([], [])
+        one.store(BLOCKS)
+        assert are_found(service, one, 8)
+        assert two.load(BLOCKS) == (BLOCKS, [])
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_report_that_comes_before_the_consent_to_an_epoch_counts_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """They come over two connections. Rows that are taken in between do not count."""
+    made: list[FakeTier] = []
+
+    def build(context: TierContext) -> FakeTier:
+        made.append(FakeTier(context.name, admits=set()))
+        return made[-1]
+
+    with service_with(tmp_path / "cache.sock", fake=build) as service:
+        one, two = (engine_of(service, (PEERS_TIER, "fake")) for _ in range(2))
+        with monkeypatch.context() as during:
+            tiers = one.manager.secondary_tiers
+            for tier in tiers:
+                during.setattr(tier, "_flush", lambda: None)
+            made[0].has_successor = True
+            service.wake()
+            assert one.settle(lambda: one.manager.new_epochs > 0 and all(tier.settled_weights for tier in tiers))
+            one.store(BLOCKS)
+            assert one.settle(lambda: [len(region.early) for region in service.regions._regions] == [1, 0])
+            assert two.settle(lambda: two.manager.new_epochs > 0 and two.serving(0))
+            assert two.load(BLOCKS) == ([], [])
+            one.manager.primary_tier.drop([key_of(number) for number in BLOCKS[:taken]])
+        assert are_found(service, one, 8 - taken)
+        assert two.load(BLOCKS) == (BLOCKS[taken:], [])
+        assert all(region.pending == 0 for region in service.regions._regions)
 
 
 def test_a_tier_that_was_shut_down_leaves_the_notes_to_the_next_one(service: MachineService) -> None:

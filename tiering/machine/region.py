@@ -104,8 +104,10 @@ class Region:
     """Row at which the next look begins."""
     era: int = 0
     """Number that changes whenever the record is emptied."""
+    early: deque[Record] = field(default_factory=deque)
+    """Reports that wait until all tiers have accepted the rows, and until nothing is left to be handed over."""
     pending: int = 0
-    """Rows whose digest is being computed."""
+    """Rows of these reports, and those whose digest is being computed."""
     offer: deque[int] | None = None
     """Rows to verify for the engine that has claimed the region; None: nothing is to be handed over."""
     verifying: int = 0
@@ -122,6 +124,11 @@ class Region:
         self.recorded.fill(_NEVER)
         self.stamp = self.offer = self.peer_rows = None
         self.era += 1
+
+    def drop_early(self) -> None:
+        """Drop the reports of an engine that has ended."""
+        while self.early:
+            self.pending -= len(self.early.popleft().rows)
 
     def note(self, found: Sequence[tuple[int, HeldBlock]], peer_rows: PeerRows | None) -> None:
         """Record the blocks of some rows, and let other engines find them by ``peer_rows``."""

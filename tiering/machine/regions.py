@@ -21,6 +21,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ LEAVE_SECONDS = 10.0
 """Seconds within which the processes of an engine must end after it has left its rows."""
 
 MOST_PENDING = 1 << 16
-"""Rows of one region that wait for their digest, beyond which reports are dropped; or all of its rows."""
+"""Reported rows of one region that wait for their digest, beyond which reports are dropped; or all of its rows."""
 
 PART = 64
 """Rows whose digests are computed in one piece of work."""
@@ -244,6 +245,7 @@ class Regions:
             region.peers.remove(peer)
             if not region.peers:
                 region.left_at, region.offer = self._clock(), None
+                region.drop_early()
 
     def step(self) -> None:
         """Take digests, hand rows over, and close regions that no engine has claimed in time."""
@@ -259,6 +261,10 @@ class Regions:
                 self._hand_over(region, found)
             elif region.is_reported():
                 region.note(found, _peer_rows(region))
+        for region in self._regions:
+            if region.early:
+                with suppress(MessageError):
+                    self._record(region)
         now = self._clock()
         if now >= self._look_due:
             self._look_due = now + LOOK_SECONDS
@@ -329,22 +335,39 @@ class Regions:
         text = WORD_BYTES * len(rows)
         if not rows or max(rows) >= region.claim.rows or len({*rows}) < len(rows) or len(record.text) < text:
             raise MessageError("a report has rows beyond those of its engine, one row twice, or none")
+        if region.pending + len(rows) <= max(MOST_PENDING, region.claim.rows):
+            region.pending += len(rows)
+            region.early.append(record)
+            self._record(region)
+
+    def _record(self, region: Region) -> None:
+        """Begin with the digests of what was reported, once all tiers have accepted the rows.
+
+        An engine's consent to a new epoch comes over the connections of its tiers, its report over another one, and
+        nobody reports a second time. A row that was taken meanwhile has another word.
+
+        Raises:
+            MessageError: a report has keys of unknown groups, and is dropped.
+        """
         stamp = stamp_of(self._peers, region.file, region.claim.tiers)
-        if stamp is None or stamp[1].encode() != record.text[text:] or region.offer is not None:
+        if stamp is None or region.offer is not None:
             return
         groups, stride = stamp[0].groups, stamp[0].rows.stride
-        if stride != region.claim.stride or any(_group(key) >= len(groups) for key in record.keys):
-            raise MessageError("a report has keys of unknown groups")
         if stamp != region.stamp:
             region.empty()
             region.stamp = stamp
-        if region.pending + len(rows) > max(MOST_PENDING, region.claim.rows):
-            return
-        region.pending += len(rows)
-        words = np.frombuffer(record.text, np.uint64, len(rows)).tolist()
-        held = list(zip(rows, record.keys, words, strict=True))
-        for first in range(0, len(held), PART):
-            self._compute(region, groups, held[first : first + PART])
+        while region.early:
+            record = region.early.popleft()
+            rows = record.rows
+            region.pending -= len(rows)
+            if stride != region.claim.stride or any(_group(key) >= len(groups) for key in record.keys):
+                raise MessageError("a report has keys of unknown groups")
+            if stamp[1].encode() == record.text[WORD_BYTES * len(rows) :]:
+                region.pending += len(rows)
+                words = np.frombuffer(record.text, np.uint64, len(rows)).tolist()
+                held = list(zip(rows, record.keys, words, strict=True))
+                for first in range(0, len(held), PART):
+                    self._compute(region, groups, held[first : first + PART])
 
     def _compute(self, region: Region, groups: tuple[int, ...], held: Sequence[tuple[int, OffloadKey, int]]) -> None:
         """Compute the digests of rows, without which a report does not count."""
