@@ -356,6 +356,11 @@ def write_deepseek(directory: Path, layers: int, seed: int = 0) -> Path:
     )
 
 
+def write_prefix_lm(directory: Path) -> Path:
+    """Write an HRM text model, whose prompts are read without causality, and return ``directory``."""
+    return _write(directory, "HrmText", 0, num_hidden_layers=2, head_dim=32)
+
+
 STATE_BLOCK = 64
 """Block size in tokens at which a block of attention is at least as large as the states below."""
 

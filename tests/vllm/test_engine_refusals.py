@@ -22,6 +22,7 @@ from tests.vllm.models import (
     write_granite,
     write_llama,
     write_mistral,
+    write_prefix_lm,
     write_tokenizer,
     write_whisper,
 )
@@ -62,6 +63,7 @@ TWO_SIZES = """
 ROOM = {"num_gpu_blocks_override": 300}
 """Options with blocks for the 1500 tokens of a sound."""
 CANONICAL = {"layout": "canonical", "secondary": [{"type": "local", "path": "never-opened", "capacity": "64MiB"}]}
+MEAN, LONG = {"seq_pooling_type": "MEAN"}, {"max_num_batched_tokens": 640}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -71,6 +73,10 @@ def write_deepseek_of_two_layers(directory: Path) -> Path:
 
 def write_embedder(directory: Path) -> Path:
     return write_tokenizer(write_bidirectional(directory))
+
+
+def write_causal_embedder(directory: Path) -> Path:
+    return write_tokenizer(write_llama(directory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,14 @@ REFUSED = {
     ),
     "no KV cache": Refused(
         "the model has no KV cache",
-        {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, "max_num_batched_tokens": 640},
+        {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, **LONG},
         write_embedder,
+    ),
+    "attention that is not causal": Refused("the KV of a prompt's beginning depends on its end", write=write_prefix_lm),
+    "pooling over all tokens": Refused(
+        "the model's pooling needs the result of every token",
+        {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, "pooler_config": MEAN, **LONG},
+        write_causal_embedder,
     ),
     "cross attention": Refused(
         "its KV belongs to the encoder's input instead of tokens",

@@ -102,6 +102,31 @@ def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_pre
     check((config, cache))
 
 
+def test_models_whose_prompts_beginning_depends_on_its_end_are_refused() -> None:
+    """In a group whose layers differ, one layer without causality suffices."""
+    config, cache = configuration()
+    layers = {"layer.0": SimpleNamespace(non_causal=False), "layer.1": SimpleNamespace(non_causal=True)}
+    cache.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = layers
+    with pytest.raises(ConfigError, match="attention is not causal"):
+        check((config, cache))
+    layers["layer.1"].non_causal = False
+    check((config, cache))
+
+
+@pytest.mark.parametrize(
+    ("runner", "is_supported", "is_refused"),
+    [("pooling", False, True), ("pooling", True, False), ("generate", False, False)],
+)
+def test_pooling_over_all_tokens_is_refused(runner: str, is_supported: bool, is_refused: bool) -> None:
+    config, cache = configuration()
+    config.model_config = SimpleNamespace(runner_type=runner, is_prefix_caching_supported=is_supported)
+    if is_refused:
+        with pytest.raises(ConfigError, match="needs the result of every token"):
+            check((config, cache))
+    else:
+        check((config, cache))
+
+
 def test_several_groups_need_a_vllm_that_can_be_told_of_failed_requests() -> None:
     with pytest.raises(ConfigError, match=r"0\.30 or newer"):
         check(configuration(groups=2), reports_requests=False)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tiering.api.engine import EngineConfig, HeadShard, KVCacheGroup, blocks_per_chunk
 from tiering.api.namespace import KVLayout
 from tiering.engines.vllm.heads import head_shard
-from tiering.engines.vllm.kept_groups import is_skipped
+from tiering.engines.vllm.kept_groups import is_skipped, layer_specs
 from tiering.errors import ConfigError
 from tiering.simple.cache_config import KVCacheConfig, KVCacheTensor
 
@@ -218,7 +218,7 @@ def layout_of(geometry: Geometry, vllm_config: Any, memory_order: str, hash_seed
 
 def first_spec(spec: Any) -> Any:
     """Return the spec of a group's first layer."""
-    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+    return layer_specs(spec)[0]
 
 
 def _group(vllm_config: Any, index: int, group: Any, kind_of: Callable[[Any], str], context: int) -> KVCacheGroup:

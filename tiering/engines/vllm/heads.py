@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiering.api.engine import HeadShard, KVCacheGroup
+from tiering.engines.vllm.kept_groups import layer_specs
 from tiering.errors import ConfigError
 
 _KINDS = ("full_attention", "sliding_window", "chunked_local_attention")
@@ -53,7 +54,7 @@ def head_shard(vllm_config: Any, kv_cache_config: Any, groups: Sequence[KVCacheG
         name = f"the KV-cache group with {', '.join(group.layer_names[:1]) or 'layers of other stages'}"
         if group.kind not in ((_LATENT,) if latent else _KINDS):
             raise _refusal(f"{name} is of the kind {group.kind}, which has no KV heads")
-        for layer in spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else (spec,):
+        for layer in layer_specs(spec):
             if int(layer.num_kv_heads) != heads:
                 raise _refusal(
                     f"{name} has {layer.num_kv_heads} KV heads on a worker, the model's {total} heads give {heads}"

@@ -19,6 +19,11 @@ _NO_CACHE = "encoder_only_attention"
 """vLLM's name for the kind of groups without KV."""
 
 
+def layer_specs(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers; one, if it is the same for all of them."""
+    return list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
+
+
 def is_skipped(group: Any, kind_of: Callable[[Any], str]) -> bool:
     """Return True if a hit needs no blocks of vLLM's ``group``.
 

@@ -5,13 +5,13 @@ Nothing here imports vLLM; its objects are read by attribute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiering.api.engine import EngineConfig
 from tiering.connector.groups import KINDS, GroupKind, offload_groups, tail_unit
 from tiering.engines.vllm.geometry import first_spec
-from tiering.engines.vllm.kept_groups import is_skipped
+from tiering.engines.vllm.kept_groups import is_skipped, layer_specs
 from tiering.errors import ConfigError
 
 _REFUSED_KINDS = {
@@ -56,6 +56,7 @@ def check_supported(
             f"the blocks of the model's KV cache ({kind_of(groups[0].kv_cache_spec)}) have no hashes, so none can be "
             "looked up; run the model without this connector"
         )
+    _check_causal(vllm_config, groups)
     for index, group in enumerate(groups):
         kind = kind_of(group.kv_cache_spec)
         name = f"KV-cache group {index} ({', '.join([kind, *group.layer_names[:1]])}, ...)"
@@ -81,6 +82,32 @@ def check_supported(
         raise ConfigError(
             f"the model has {len(groups)} KV-cache groups, and this vLLM cannot handle failed loads of such models; "
             "use vLLM 0.30 or newer"
+        )
+
+
+def _check_causal(vllm_config: Any, groups: Sequence[Any]) -> None:
+    """Check that the rest of a prompt can be computed from the KV of its beginning.
+
+    Where vLLM knows that it does not, vLLM turns its own prefix cache off, and goes on asking connectors.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        groups: vLLM's KV-cache groups.
+
+    Raises:
+        ConfigError: it gives another result.
+    """
+    if any(getattr(spec, "non_causal", False) for group in groups for spec in layer_specs(group.kv_cache_spec)):
+        raise ConfigError(
+            "the model's attention is not causal: the KV of a prompt's beginning depends on its end, so no other "
+            "prompt can use it (vLLM turns its own prefix caching off); run the model without this connector"
+        )
+    model = getattr(vllm_config, "model_config", None)
+    pools = getattr(model, "runner_type", None) == "pooling"
+    if pools and not getattr(model, "is_prefix_caching_supported", True):
+        raise ConfigError(
+            "the model's pooling needs the result of every token of a prompt, and loaded KV gives none (vLLM turns its "
+            "own prefix caching off for it, as for MEAN and CLS); run the model without this connector"
         )
 
 
