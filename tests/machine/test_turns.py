@@ -12,7 +12,7 @@ from tests.machine.engines import key_of
 from tiering.machine import hosted as hosted_module
 from tiering.machine.counts import EngineCounts
 from tiering.machine.hosted import HostedTier
-from tiering.machine.messages import Kind, Record
+from tiering.machine.messages import Kind, MessageError, Record
 from tiering.machine.words import START
 from tiering.runtime.pool import ThreadPool
 from tiering.testing.clock import FakeClock
@@ -207,3 +207,16 @@ def test_a_reset_ends_the_loads_that_wait(setup: Setup) -> None:
     setup.drain()
     assert flooding.jobs == other.jobs == 0
     assert setup.hosted.idle
+
+
+def test_an_engine_may_have_as_many_jobs_as_rows(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long queue for a slow bucket is no broken protocol: each job has a row of its own at least."""
+    monkeypatch.setattr(hosted_module, "MOST_JOBS", 4)
+    engine = setup.engines[0]
+    engine.num_rows = 12
+    for number in range(12):
+        setup.hosted.take(engine, Record(Kind.LOAD, number, 0, 60.0, b"r", [key_of(number)], [number]))
+    with pytest.raises(MessageError, match="too many jobs"):
+        setup.hosted.take(engine, Record(Kind.LOAD, 12, 0, 60.0, b"r", [key_of(12)], [0]))
+    setup.drain()
+    assert sorted(engine.results()) == list(range(12))

@@ -34,7 +34,7 @@ FEW_LOADS, MANY_LOADS, LOAD_BYTES = 128, 1024, 64 << 20
 """Blocks of loads that the tier has at least, and at most, and the bytes that decide in between."""
 
 MOST_JOBS = 4096
-"""Largest number of jobs that one engine may have in flight; one with more breaks the protocol."""
+"""Jobs that an engine may have in flight, or as many as it has rows; more break the protocol."""
 
 MOST_LOOKUPS = 4096
 """Largest number of undecided lookups of one engine; one with more breaks the protocol."""
@@ -241,7 +241,7 @@ class HostedTier:
         groups = {int.from_bytes(key[-GROUP_BYTES:], "big") for key in record.keys}
         if not len(rows) or int(rows.max()) >= engine.num_rows or len({*record.rows}) < len(rows):
             raise MessageError("a job has rows beyond those of its engine, one row twice, or none")
-        if max(groups) >= len(self._groups) or engine.jobs >= MOST_JOBS:
+        if max(groups) >= len(self._groups) or engine.jobs >= max(MOST_JOBS, engine.num_rows):
             raise MessageError("a job has keys of unknown groups, or there are too many jobs")
         now, count = self._clock(), len(record.keys)
         job = EngineJob(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 
 from tiering.machine.link import ServiceSocket
-from tiering.machine.messages import MAX_MESSAGE, MessageError, Record, messages, one_message, pack
+from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, one_message, pack
 
 _log = logging.getLogger("kv_tiering.machine")
 
 MOST_WAITING = 1 << 20
-"""Bytes of records that wait for room in the socket, beyond which notices are dropped and jobs fail."""
+"""Bytes of records that wait for room in the socket, beyond which notices and questions are dropped."""
 
 _ONE_MESSAGE = MAX_MESSAGE - 64
+_KEPT = (Kind.LOAD, Kind.STORE, Kind.RESET, Kind.FOLLOWED)
+"""Kinds that always wait: the rows bound the jobs, and the state of the weights must arrive."""
 
 
 class Outbox:
@@ -30,12 +32,12 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """True if so much waits that nothing more is taken."""
+        """True if so much waits that no notice or question is taken."""
         return self._bytes > MOST_WAITING
 
     def add(self, record: Record) -> bool:
         """Append a record to the step's messages; return False if it cannot be sent."""
-        if self._bytes > MOST_WAITING:
+        if self._bytes > MOST_WAITING and record.kind not in _KEPT:
             return False
         try:
             packed = pack(record)
