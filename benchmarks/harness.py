@@ -76,13 +76,23 @@ class Spread:
     high: float
 
 
-def spread(values: Sequence[float], resamples: int = 2000) -> Spread:
+def spread(values: Sequence[float], resamples: int = 2000, *, group: int = 1) -> Spread:
     """Return the median of ``values``, one per round, with the interval that a bootstrap finds for it.
 
     The bootstrap draws with a fixed seed, so the same values have the same interval.
+
+    Args:
+        values: the values, by round.
+        resamples: number of draws.
+        group: rounds that are drawn together, because the same processes ran them: two processes that do the same work
+            may differ by several percent as long as they live.
     """
     dice = random.Random(0)
-    medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(resamples))
+    groups = [values[start : start + group] for start in range(0, len(values), group)]
+    medians = sorted(
+        statistics.median([value for drawn in dice.choices(groups, k=len(groups)) for value in drawn])
+        for _ in range(resamples)
+    )
     return Spread(statistics.median(values), medians[resamples // 40], medians[-1 - resamples // 40])
 
 

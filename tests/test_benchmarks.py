@@ -106,6 +106,15 @@ def test_the_interval_of_a_median_is_within_the_rounds_and_the_same_again() -> N
     assert spread([2.0]) == Spread(2.0, 2.0, 2.0)
 
 
+def test_the_interval_of_a_median_covers_processes_that_differ_as_long_as_they_live() -> None:
+    starts = [1.0, 1.01, 0.99, 1.1, 1.11, 1.09]  # two starts of three rounds
+    apart, together = spread(starts * 4), spread(starts * 4, group=3)
+    assert apart.middle == together.middle
+    assert together.low <= 1.0
+    assert together.high >= 1.1
+    assert apart.high - apart.low < together.high - together.low
+
+
 def answered(cached: int, answer: int = 7) -> Answered:
     return Answered(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, 1, [0.1], [cached], [[answer]])
 
