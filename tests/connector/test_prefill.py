@@ -244,3 +244,21 @@ def test_requests_with_hints_or_limits_take_no_part(rig: Rig, fields: dict[str, 
     rig.follow("b", kv_transfer_params={"another connector": 1})
     assert rig.manager.measured == ["b"]
     assert list(rig.speed._prompts) == ["b"]
+
+
+def test_one_long_step_counts_for_little_and_two_count(rig: Rig) -> None:
+    for _ in range(10):
+        rig.step({"a": 200}, 200 * TOKEN)
+    rig.step({"a": 200}, 100 * 200 * TOKEN)
+    assert rig.per_token == pytest.approx(TOKEN, rel=0.5)
+    rig.step({"a": 200}, 200 * TOKEN)
+    assert rig.per_token == pytest.approx(TOKEN, rel=0.5)
+    for _ in range(4):
+        rig.step({"a": 200}, 100 * 200 * TOKEN)
+    assert rig.per_token > 50 * TOKEN
+
+
+def test_the_first_step_without_a_prompt_shows_what_all_steps_take(rig: Rig) -> None:
+    rig.step({"a": 1}, STEP)
+    rig.step({"a": 200}, STEP + 199 * TOKEN)
+    assert rig.per_token == pytest.approx(TOKEN)

@@ -51,6 +51,12 @@ LEAST_TOKENS = 32
 LEAST_WEIGHT = 0.1
 """Weight of the latest step without a prompt in the estimate of its duration."""
 
+OUTLIER = 1.5
+"""Largest quotient of a step's duration and the expected one that counts, unless the last step was long, too.
+
+One long step among many short ones, by other work on the machine, would let loads look better than they are.
+"""
+
 OFFSET_SECONDS = 300.0
 """Length of a period of the shortest wait, in seconds."""
 
@@ -102,8 +108,10 @@ class PrefillSpeed:
         self._offset = Shortest(OFFSET_SECONDS, clock())
         """Times since an arrival."""
         self._cost = LinearCost(HALF_LIFE)
-        self._least = 0.0
-        """Duration of a step with few tokens, which a step with a prompt takes as well."""
+        self._was_long = False
+        """True if the last step with a prompt was an outlier."""
+        self._least, self._few = 0.0, 0
+        """Duration of a step with few tokens, which a step with a prompt takes as well, and their number."""
         self._note(1.0 / ASSUMED_SPEED, is_assumed=True)
 
     def follow(self, request: EngineRequest, ctx: ReqContext, policy: RequestPolicy) -> None:
@@ -166,9 +174,10 @@ class PrefillSpeed:
         built, tokens, prompts, ends = self._steps.popleft()
         seconds, self._ended = now - max(built, self._ended), now
         if tokens < LEAST_TOKENS:
-            self._least += LEAST_WEIGHT * (seconds - self._least)
+            self._few += 1
+            self._least += max(LEAST_WEIGHT, 1.0 / self._few) * (seconds - self._least)
         elif seconds > 0.0:
-            self._cost.observe(tokens, seconds, now)
+            self._cost.observe(tokens, self._believed(tokens, seconds), now)
             self._share.add(seconds, now)
             fade, self._measured = 0.5 ** ((now - self._measured) / SHARE_HALF_LIFE), now
             self._alone = self._alone * fade + seconds
@@ -180,6 +189,13 @@ class PrefillSpeed:
             self._note(self._cost.per_unit_beside(self._least), others)
         for prompt in ends:
             self._manager.note_first_token(prompt.ctx, prompt.tokens * self._cost.per_unit_beside(self._least))
+
+    def _believed(self, tokens: int, seconds: float) -> float:
+        """Return the duration of a step, or a shorter one for an outlier that follows none."""
+        cost = self._cost
+        most = math.inf if cost.per_unit is None else OUTLIER * (cost.fixed + cost.per_unit * tokens)
+        self._was_long = seconds > most and not self._was_long
+        return most if self._was_long else seconds
 
     def _note(self, per_token: float, others: float = 0.0, *, is_assumed: bool = False) -> None:
         per_token *= 1.0 + others
