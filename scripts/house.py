@@ -45,6 +45,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "load or compute": (
         *("tiering/connector/prefill.py", "tiering/manager/load_gate.py", "tiering/manager/worth.py"),
+        "tiering/manager/engine_queue.py",
         *("tiering/manager/kept_speeds.py", "tiering/epochs/speeds.py", "tiering/secondary/speeds.py"),
         *("tiering/runtime/hardware.py", "tiering/runtime/linear_cost.py", "tiering/runtime/shortest.py"),
         "tiering/runtime/time_share.py",

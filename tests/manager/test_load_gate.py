@@ -12,7 +12,7 @@ from tiering.api.manager import PrefixMatch
 from tiering.api.request import ReqContext
 from tiering.manager.load_gate import PROBE_BLOCKS, PROBE_SECONDS, SHORTER, LoadGate
 from tiering.manager.manager import TieringOffloadingManager
-from tiering.manager.prefix_search import FIRST_WAIT, HANDOVER_HALF_LIFE, HANDOVER_SECONDS
+from tiering.manager.prefix_search import HANDOVER_HALF_LIFE, HANDOVER_SECONDS
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
 from tiering.secondary.contract import JobResult, TransferJob
 from tiering.secondary.speeds import LoadOrCompute
@@ -216,6 +216,7 @@ def test_a_request_joins_a_load_for_no_longer_than_its_own_blocks_take(rig: Rig)
 
 
 def test_the_end_of_the_owners_wait_ends_the_wait_of_no_other_request(rig: Rig) -> None:
+    rig.measure(0.1)
     keys, owner, other = rig.keys("a"), rig.begin("owner"), rig.begin("other")
     assert rig.ask(owner, keys[:2]).pending
     assert rig.ask(other, keys) == PrefixMatch(10, True)
@@ -245,17 +246,6 @@ def test_a_tier_that_is_silent_is_left_before_any_load_ends(rig: Rig) -> None:
     assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
 
 
-def test_loads_on_their_way_count_in_full_at_the_tier_and_by_half_in_the_engine(rig: Rig) -> None:
-    rig.measure(0.8)
-    assert rig.ask(rig.begin("a"), rig.keys("a")).pending
-    assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
-    rig.measure(0.6, name="faster")
-    rig = Rig()
-    rig.measure(0.6)
-    assert rig.ask(rig.begin("a"), rig.keys("a")).pending
-    assert rig.ask(rig.begin("b"), rig.keys("b")).pending
-
-
 def test_loads_that_no_request_awaits_any_more_count_at_the_tier_only(rig: Rig) -> None:
     rig.measure(0.6)
     ctx, keys = rig.begin("a"), rig.keys("a")
@@ -264,41 +254,6 @@ def test_loads_that_no_request_awaits_any_more_count_at_the_tier_only(rig: Rig) 
     assert rig.ask(ctx, keys) == PrefixMatch(0, False)
     rig.tier.held.clear()
     assert rig.ask(rig.begin("b"), rig.keys("b")) == PrefixMatch(0, False)
-
-
-def test_a_burst_waits_for_loads_that_pay_as_long_as_computing_all_of_it_would_take(rig: Rig) -> None:
-    rig.measure(0.5)
-    asked = [(rig.begin(name), rig.keys(name)) for name in ("a", "b", "c")]
-    assert all(rig.manager.match_prefix(keys, ctx).pending for ctx, keys in asked)
-    rig.manager.on_schedule_end()
-    for count, (job, one) in enumerate(zip(list(rig.tier.loads), asked, strict=True)):
-        rig.clock.advance(0.55)
-        assert all(rig.ask(*other).pending for other in asked[count:])
-        rig.finish(job)
-        assert rig.ask(*one) == PrefixMatch(10, False)
-    assert rig.stats == {"loads_gated": 0, "loads_cut": 0}
-
-
-def test_a_burst_waits_for_a_dead_tier_no_longer_than_for_its_own_blocks(rig: Rig) -> None:
-    asked = [(rig.begin(name), rig.keys(name)) for name in ("a", "b", "c")]
-    assert all(rig.manager.match_prefix(keys, ctx).pending for ctx, keys in asked)
-    rig.manager.on_schedule_end()
-    rig.clock.advance(1.01)
-    assert [rig.ask(*one) for one in asked] == 3 * [PrefixMatch(0, False)]
-
-
-@pytest.mark.parametrize("seconds", [None, 0.002, 0.009])
-def test_one_of_several_first_prompts_computes_soon_unless_the_tier_is_clearly_faster(seconds: float | None) -> None:
-    """Ten blocks are assumed to take 0.2 s; while the second prompt waits, one block comes, or none."""
-    rig = Rig(max_load_blocks=1)
-    rig.manager.note_compute([0.02], is_assumed=True)
-    asked = [(rig.begin(name), rig.keys(name)) for name in ("a", "b", "c")]
-    assert all(rig.manager.match_prefix(keys, ctx).pending for ctx, keys in asked)
-    rig.manager.on_schedule_end()
-    if seconds is not None:
-        rig.finish(rig.tier.loads[0], seconds)
-    rig.clock.advance(FIRST_WAIT)
-    assert [rig.ask(*one).pending for one in asked] == [True, seconds == 0.002, True]
 
 
 def leave(rig: Rig) -> None:
@@ -407,6 +362,14 @@ def test_loads_that_brought_nothing_do_not_count() -> None:
     gate.begin(10, 0.0)
     gate.end(10, 0, 30.0)
     assert gate.expected(1000, 30.0) == 0.0
+
+
+def test_the_latency_is_known_though_the_first_load_of_this_engine_is_the_only_one() -> None:
+    gate = LoadGate()
+    gate.assume(0.4, 0.01, 0.0)
+    gate.begin(10, 50.0)
+    gate.end(10, 10, 51.0)  # twice as slow as expected
+    assert gate.expected(100, 51.0) == pytest.approx(2 * (0.4 + 100 * 0.01))
 
 
 def test_a_busy_tier_has_its_latency_once() -> None:

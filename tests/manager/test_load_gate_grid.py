@@ -76,6 +76,15 @@ def test_a_burst_takes_no_longer_than_the_better_choice_once_the_speeds_are_know
     assert mean_regret(compared) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("prefill", "speed", "prompts", "seed"),
+    [(500.0, 0.01, 8, 305), (10_000.0, 0.1, 16, 300), (2_000.0, 0.1, 16, 304), (50_000.0, 0.3, 16, 302)],
+)
+def test_a_burst_of_short_and_long_prompts_is_divided(prefill: float, speed: float, prompts: int, seed: int) -> None:
+    """Alone, each prompt would compute; what that costs the others decides."""
+    assert burst(Cell(prefill, (speed,), 512, 0.1, prompts), seed, again=True).holds
+
+
 def test_a_busy_tier_is_used_as_long_as_it_is_faster() -> None:
     """Requests that come during a load compute where that is faster, so that the load costs them little."""
     assert compare(Cell(50_000.0, (0.3,), 16_384, 0.5, 50), seed=2).holds

@@ -26,6 +26,27 @@ def test_equal_numbers_of_units_have_no_fixed_part() -> None:
     assert cost.per_unit_beside(9.0) == 0.0
 
 
+@pytest.mark.parametrize(("keeps", "fixed"), [(True, 0.08), (False, 0.0)])
+def test_the_quotient_of_both_parts_may_stay_while_numbers_of_units_are_equal(keeps: bool, fixed: float) -> None:
+    cost = LinearCost(2.0, keeps_quotient=keeps)
+    cost.observe(10, 0.14, 0.0)
+    cost.observe(100, 1.04, 1.0)
+    assert cost.fixed == pytest.approx(0.04)
+    for number in range(40):
+        cost.observe(20, 0.48, 10.0 + number)
+    assert cost.fixed == pytest.approx(fixed, rel=0.2)
+    assert cost.fixed + 20 * (cost.per_unit or 0.0) == pytest.approx(0.48)
+
+
+def test_after_a_restart_later_observations_count_alone() -> None:
+    cost = LinearCost(2.0, keeps_quotient=True)
+    cost.observe(10, 0.14, 0.0)
+    cost.observe(100, 1.04, 0.1)
+    cost.restart()
+    cost.observe(10, 0.28, 0.1)
+    assert [cost.fixed, cost.per_unit] == pytest.approx([0.08, 0.02])
+
+
 def test_a_duration_without_the_fixed_part_counts_for_the_units() -> None:
     cost = LinearCost(10.0)
     cost.observe(10, 0.2, 0.0)

@@ -3,8 +3,8 @@
 A load of n blocks pays if it is expected to end before the engine would have computed them. Either all blocks of a run
 pay or none does, because both durations grow by a constant per block. Expected is the time of all blocks on their way
 from the tier and of the n blocks, and that from the end of a load to its blocks in the engine's cache at least. While
-no job of the tier ends, at least as long again as it has been silent. Prompts that wait for loads of the tier would
-queue in the engine as well: half of the time of computing them counts (:data:`QUEUED`).
+no job of the tier ends, at least as long again as it has been silent. What computing costs other requests belongs to
+its time (:mod:`tiering.manager.engine_queue`).
 
 - Until the engine has computed a prompt, a speed is assumed (:data:`tiering.connector.prefill.ASSUMED_SPEED`). Before
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
@@ -12,7 +12,8 @@ queue in the engine as well: half of the time of computing them counts (:data:`Q
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`). If the
   loads pay, that is behind all that waits already (:attr:`Request.load_queue`).
 - Of several prompts that come before anything is known, one waits for :data:`~tiering.manager.prefix_search.FIRST_WAIT`
-  only. It then shows the engine's speed, while the others' loads show the tier's.
+  only. It then shows the engine's speed, while the others' loads show the tier's. If only the tier is not known, one
+  prompt shows its speed, and the others wait for a short time.
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,
   so that latency and time per block can be told apart.
@@ -35,13 +36,6 @@ SHORTEST = 1e-4
 
 STAY = 1.05
 """Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
-
-QUEUED = 0.5
-"""Part of the queue in front of a load that would be in front of a computation, too.
-
-With 1, a burst is loaded or computed as a whole. With 0, it would be divided as if its requests came one by one, and
-what is computed holds up what has been loaded: the engine computes the tails of both.
-"""
 
 PROBE_SECONDS = 4.0
 """Shortest time between two pairs of loads that only measure, in seconds."""
@@ -81,7 +75,7 @@ class LoadGate:
     )
 
     def __init__(self) -> None:
-        self._cost = LinearCost(HALF_LIFE)
+        self._cost = LinearCost(HALF_LIFE, keeps_quotient=True)
         self._outstanding = self._got = 0
         self._begun = self._progress = 0.0
         self._fixed = True
@@ -117,7 +111,7 @@ class LoadGate:
             now: present time.
         """
         if not self._is_measured:
-            self._cost = LinearCost(HALF_LIFE)
+            self._cost = LinearCost(HALF_LIFE, keeps_quotient=True)
             for blocks in (1, PROBE_BLOCKS):
                 self._cost.observe(blocks, fixed + blocks * per_block, now)
 
@@ -140,7 +134,8 @@ class LoadGate:
         if seconds < SHORTEST:
             return
         if not self._is_measured:
-            self._is_measured, self._cost = True, LinearCost(HALF_LIFE)
+            self._is_measured = True
+            self._cost.restart()
         self._cost.observe(self._got, seconds, now, fixed=self._fixed)
         if seconds > WINDOW:
             # The tier was busy all the time: what follows has no further latency.
@@ -167,13 +162,13 @@ class LoadGate:
         """
         self._factor, self._corrected = factor, now
 
-    def decide(self, blocks: int, compute: float, queue: float, handover: float, now: float) -> bool:
+    def decide(self, blocks: int, compute: float, others: float, handover: float, now: float) -> bool:
         """Return True if a load of ``blocks`` pays.
 
         Args:
             blocks: number of further blocks; 0 for those that are on their way already.
             compute: seconds of computing them.
-            queue: seconds of computing the awaited blocks.
+            others: seconds that computing costs besides: for other requests before, and by which they are later.
             handover: seconds from the end of a load to the blocks in the engine's cache.
             now: present time.
         """
@@ -183,7 +178,7 @@ class LoadGate:
         seconds = self.expected(blocks, now) + handover
         bound = STAY if self.pays else 1.0
         is_heard = factor * self._silence(now) <= bound * compute
-        self.pays = is_heard and factor * seconds <= bound * (compute + QUEUED * queue)
+        self.pays = is_heard and factor * seconds <= bound * (compute + others)
         return self.pays
 
     def take_probe(self, blocks: int, now: float) -> int:

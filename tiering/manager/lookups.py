@@ -35,6 +35,8 @@ class ManagerLookups(ManagerParts):
         if not self._jobs.collected:
             self._open_lookups.collecting()
             self._jobs.collect()
+            if self._gates:
+                self._search.queue.begin_step()
             if self.primary_tier.keeper is not None:
                 self.primary_tier.keeper.step()
             if self._kept_speeds is not None and self._kept_speeds.gathering:
@@ -121,13 +123,15 @@ class ManagerLookups(ManagerParts):
     def note_compute(self, seconds: Sequence[float], *, others: float = 0.0, is_assumed: bool = False) -> None:
         self._owner.claim()
         search = self._search
-        search.is_guess = is_assumed
+        was_kept, search.is_guess = search.is_assumed and not search.is_guess, is_assumed
         if is_assumed and self._kept_speeds is not None:
             kept = self._kept_speeds.assumed(seconds)
             seconds, search.is_guess = kept, kept is seconds
         if search.is_assumed:
             pairs = zip(seconds, search.compute_seconds, strict=False)
             factor = next((new / old for new, old in pairs if 0.0 < old < math.inf), 1.0)
+            if was_kept and not is_assumed:
+                factor = min(factor, 1.0)  # the first measured step may have few tokens
             for request in self._known.values():
                 request.stretch_wait(factor)
         search.compute_seconds, search.others, search.is_assumed = seconds, others, is_assumed

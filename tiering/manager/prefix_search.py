@@ -19,6 +19,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import PrefixMatch
 from tiering.api.transfer import Rows
 from tiering.manager.answers import EACH, PREFIX, lookup
+from tiering.manager.engine_queue import NO_DELAYS, EngineQueue
 from tiering.manager.load_gate import LoadGate
 from tiering.manager.promotions import Promotions
 from tiering.manager.requests import Request
@@ -39,12 +40,14 @@ HANDOVER_HALF_LIFE = 10.0
 FIRST_WAIT = 0.01
 """Seconds for which one of several first prompts waits for loads, before it shows the engine's speed.
 
+With a known engine, all prompts but one wait at least as long for a tier that is not known, or :data:`CLEARLY`.
+
 A computed prompt holds up the others, so that a tier whose first blocks come meanwhile, and are clearly faster, is used
 for all.
 """
 
 CLEARLY = 0.2
-"""Part of the assumed time of computing within which loads are clearly faster."""
+"""Part of the time of computing within which loads are clearly faster."""
 
 UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
@@ -132,6 +135,8 @@ class PrefixSearch:
         """True if a request has waited for :data:`FIRST_WAIT`."""
         self.others = 0.0
         """Part by which the requests that come meanwhile lengthen :attr:`compute_seconds`."""
+        self.queue = EngineQueue()
+        """Requests that wait for loads from tiers with a gate, and those that compute instead."""
         self._handover = Typical(HANDOVER_SECONDS, HANDOVER_HALF_LIFE, clock())
         """Seconds from the end of a load to the step that computes the rest of the prompt: steps and a copy."""
 
@@ -346,7 +351,11 @@ class PrefixSearch:
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
         handover = 0.0 if position or (typical := self._handover.value(now)) == math.inf else typical
         queue, blocks = self._compute_seconds(keys[0], gate.awaited), len(keys) if lost else 0
-        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(blocks, seconds, queue, handover, now))
+        delays = NO_DELAYS
+        if seconds < math.inf:
+            delays = self.queue.delays(request, seconds, self._compute_seconds(keys[0], 1), now)
+        queue += delays.before
+        pays = seconds == math.inf or (seconds > 0.0 and gate.decide(blocks, seconds, sum(delays), handover, now))
         worth = state.worth
         if pays and worth is not None and not request.is_cut:
             is_known = not self.is_assumed and seconds < math.inf
@@ -356,20 +365,31 @@ class PrefixSearch:
                 request.trial = worth.begin(state.rank, seconds, load, cost, now)
                 request.is_measured = request.trial is not None
             if request.is_control_of(state.rank):
+                self.queue.computes(request, seconds)
                 return False
             pays = not worth.is_closed(now) or (request.trial is not None and request.trial.rank == state.rank)
         if request.is_cut or not pays:
             if state.rank not in request.gated:
                 request.gated.add(state.rank)
                 gate.gated += len(keys)
+            if seconds < math.inf:
+                self.queue.computes(request, seconds)
             return False
         if seconds < math.inf and request not in self._waits:  # one that waits for rows finds the same blocks again
             request.wait_longer(now, seconds, queue if lost else 0.0)
-            if self.is_guess and queue and lost and not self._has_first:
-                self._has_first = True
-                request.load_queue += request.load_by - now - FIRST_WAIT
-                request.load_by = now + FIRST_WAIT
+            self.queue.loads(request, gate, now + gate.expected(blocks, now) + handover)
+            if lost:
+                self._limit_trial(request, gate, now, seconds)
         return True
+
+    def _limit_trial(self, request: Request, gate: LoadGate, now: float, seconds: float) -> None:
+        """Let a request wait briefly if another one shows already what is not known."""
+        if self.is_guess:
+            if not self._has_first and self.queue.has_other(request):
+                self._has_first = True
+                request.shorten_wait(now + FIRST_WAIT)
+        elif not gate.is_known and self.queue.has_other(request, gate):
+            request.shorten_wait(now + max(FIRST_WAIT, CLEARLY * seconds))
 
     def waits_on(self, request: Request) -> bool:
         """Return True if a request waits longer than for its own blocks, because its loads pay."""
