@@ -164,6 +164,11 @@ class MemoryTier(BlockTier):
         super().__init__(context, options, store, SlotIndex(num_slots, eviction=options.eviction, **watermarks))
         self._recovered = False
 
+    @property
+    def recovering(self) -> bool:
+        """True until the slots are known."""
+        return not self._recovered
+
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
         if serving:

@@ -56,6 +56,7 @@ def test_the_unit_starts_the_service_in_a_directory_of_its_user() -> None:
     assert options["path"] == Path("/run") / service["RuntimeDirectory"] / "cache.sock"
     assert int(service["RuntimeDirectoryMode"], 8) == 0o750
     assert options["metrics"].startswith("127.0.0.1:")
+    assert service["ExecReload"].split()[1:] == ["-USR2", "$MAINPID"]
 
 
 def test_the_units_times_leave_room_for_the_service() -> None:

@@ -35,6 +35,8 @@ from tiering.testing.clock import FakeClock, until
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import key_of
 from tiering.testing.tier_rig import TierRig
+from tiers.local.store import LocalStore
+from tiers.local.tier import LocalTier
 
 MEMORY = {"type": "memory", "name": "local", "capacity": "16MiB"}
 STRIDE = 4096
@@ -432,6 +434,44 @@ def test_a_medium_that_hangs_delays_the_other_namespaces_once(path: Path, monkey
             pass
         made[1].stops = True
         new.close()
+
+
+def test_a_medium_that_is_slow_to_open_delays_no_other_namespace(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new model comes while engines of another one run."""
+    slow, opened, enter = threading.Event(), threading.Event(), LocalStore.open
+
+    def open_slowly(self: LocalStore) -> None:
+        if slow.is_set():
+            assert opened.wait(30.0)
+        enter(self)
+
+    def open_tier(self: LocalTier, deadline: float) -> bool:
+        waits.append(deadline > time.monotonic())
+        return open_at_once(self, deadline)
+
+    waits: list[bool] = []
+    open_at_once = LocalTier.open
+    monkeypatch.setattr(LocalStore, "open", open_slowly)
+    monkeypatch.setattr(LocalTier, "open", open_tier)
+    disk = {"type": "local", "path": str(tmp_path / "disk"), "capacity": "16MiB"}
+    with service_in_thread(path, disk) as service:
+        one = SmallEngine(path)
+        assert one.serving()
+        one.store(range(8))
+        assert one.stored()
+        one.forget_rows()
+        slow.set()
+        other = SmallEngine(path, name="other", open_deadline="10ms")
+        assert until(lambda: len(service._namespaces) == 2, 30.0)
+        assert one.load(range(8), patience=5.0) == (list(range(8)), [])
+        assert not other.manager.secondary_tiers[0].get_stats().available
+        assert waits == [False, False]
+        opened.set()
+        assert other.serving()
+        one.close()
+        other.close()
 
 
 def test_a_tier_that_raises_is_out_of_service_and_the_others_serve(path: Path) -> None:

@@ -155,10 +155,11 @@ class TierLife:
             self._jobs.poll()
 
     def open(self, deadline: float) -> bool:
+        waits = self._clock() < deadline
         self._io.start(deadline, lookups=self._index.shared)
         self.service.start()
         self.wait(lambda: not self.service.running, deadline)
-        if self.service.running:
+        if waits and self.service.running:
             logger.error(
                 "tier %s: opening takes longer than its deadline; the engine runs without the tier until it is open",
                 self._name,

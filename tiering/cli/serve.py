@@ -16,6 +16,7 @@ import click
 from tiering.api.masking import guard_logs
 from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.service_metrics import endpoint
+from tiering.cli.successor import Successor, end_predecessor
 from tiering.cli.transfer_config import stack_at
 from tiering.config.io_process import builders
 from tiering.config.problems import Problem, changed, refuse
@@ -56,12 +57,17 @@ _OF_ENGINES = ("primary_share", "min_prefix_blocks", "load_or_compute", "require
     metavar="HOST:PORT",
     help="Address of a Prometheus endpoint, like 127.0.0.1:9400, which top also reads.  [default: none]",
 )
-def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> int:
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Once this service is loaded, end the one that listens on the socket, if any, and take its place.",
+)
+def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, replace: bool) -> int:
     """Host the secondary tiers of STACK for all engines of this machine.
 
     Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
     a bucket. The capacity of the primary tier bounds the rows of one engine. SIGTERM or Ctrl-C ends the service once
-    all I/O has ended.
+    all I/O has ended, and what engines have sent is stored. SIGUSR2 starts the command again with --replace.
 
     \b
     Example:
@@ -82,8 +88,17 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
         shutdown_seconds=config.shutdown_deadline,
         keep_seconds=keep_seconds,
     )
+    if replace:
+        end_predecessor(path)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
+    successor = Successor()
+
+    def upgrade(*_: object) -> None:
+        successor.ask()
+        service.wake()
+
+    signal.signal(signal.SIGUSR2, upgrade)
     with ExitStack() as undo:
         if metrics is not None:
             port = undo.enter_context(endpoint(metrics, service.look))
@@ -91,7 +106,16 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None) -> i
         service.listen()
         notifier = UnitNotifier()
         notifier.ready()
-        if not service.run(notifier.beat):
+
+        def beat() -> None:
+            notifier.beat()
+            successor.step()
+
+        ended = service.run(beat)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the interpreter's end would bring its default back, death
+        if (pid := successor.pid) is not None:
+            notifier.hand_over(pid)
+        if not ended:
             raise TieringError("some I/O did not end in time")
     return 0
 
@@ -154,6 +178,10 @@ class UnitNotifier:
     def ready(self) -> None:
         """Send that the service takes connections."""
         self._send("READY=1")
+
+    def hand_over(self, pid: int) -> None:
+        """Send that another process is the main one from now on."""
+        self._send(f"MAINPID={pid}")
 
     def beat(self) -> None:
         """Send a sign of life, if one is due."""

@@ -8,7 +8,6 @@ copy of the verified bytes before the first engine has its row back.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,13 +21,11 @@ from tiering.api.request import ReqContext
 from tiering.machine.engine_jobs import Copies, Engine, EngineJob, FairLoads, LoadPart, SharedRead, copied
 from tiering.machine.hosted_hints import HostedHints
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
-from tiering.machine.state_reports import StateReports
+from tiering.machine.state_reports import RECOVERY_SECONDS, StateReports
 from tiering.machine.words import START, State, checked_weights, revision_of
 from tiering.runtime.pool import ThreadPool
 from tiering.secondary.contract import JobResult, SecondaryTierManager, TierIntake, TransferJob
 from tiering.secondary.tier_stats import TierStats
-
-_log = logging.getLogger("kv_tiering.machine")
 
 FEW_LOADS, MANY_LOADS, LOAD_BYTES = 128, 1024, 64 << 20
 """Blocks of loads that the tier has at least, and at most, and the bytes that decide in between."""
@@ -77,6 +74,8 @@ class HostedTier:
         """True if the tier broke its contract."""
         self.superseded = False
         """True if the tier has found a new common epoch."""
+        self.ending = False
+        """True once the service ends: no engine gets room for further stores."""
         self.engines: list[Engine] = []
         """The connected engines."""
         self.reads_saved = 0
@@ -105,6 +104,7 @@ class HostedTier:
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
         self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
         self._reports = StateReports()
+        self._recovers_until = clock() + RECOVERY_SECONDS
         self.pass_on: Callable[[EngineJob, Sequence[int]], Sequence[int]] = lambda _, positions: positions
         """Lets other tiers load what this one could not; returns the positions that none holds."""
         self.hints = HostedHints(tier)
@@ -478,14 +478,21 @@ class HostedTier:
 
     def _report(self, now: float) -> None:
         stats = self.stats = self.tier.get_stats()
-        serving = bool(stats.available) and not self.resetting
+        serving = bool(stats.available and not (self.resetting or (stats.recovering and now < self._recovers_until)))
         flags = SERVING * serving | STORING * (serving and bool(stats.writable))
-        self._reports.send(self.engines, now, self.generation, flags, State(self.weights, self.epoch, 1, {}), stats)
+        state = State(self.weights, self.epoch, int(not self.ending), {})
+        self._reports.send(self.engines, now, self.generation, flags, state, stats)
 
     def waiting(self, engine: Engine) -> tuple[int, int]:
         """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""
         stores = sum(len(positions) for job, positions in self._stores if job.engine is engine)
         return stores, sum(asked is engine for asked, _, _ in self._lookups)
+
+    @property
+    def stores_left(self) -> int:
+        """Blocks of stores that have not ended."""
+        begun = sum(len(positions) for job, positions, _ in self._jobs.values() if not job.is_load)
+        return begun + sum(len(positions) for _, positions in self._stores)
 
     @property
     def idle(self) -> bool:

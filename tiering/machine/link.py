@@ -29,6 +29,12 @@ _log = logging.getLogger("kv_tiering.machine")
 FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
 """Seconds before the first and between the later attempts to connect; the wait doubles."""
 
+SOON_SECONDS = 10.0
+"""Seconds after the end of a connection for which the wait stays that of the first attempt.
+
+The service is started again then, or another one takes its place.
+"""
+
 HANDSHAKE_SECONDS = 5.0
 """Seconds that the service may take to answer a new connection."""
 
@@ -302,15 +308,16 @@ class Link:
         self._announce()
 
     def _run(self) -> None:
-        wait = FIRST_RETRY
+        wait, soon_until = FIRST_RETRY, 0.0
         while not self._stopping.is_set():
             connection = self._connect()
             self.tried.set()
             if connection is not None:
-                wait = FIRST_RETRY
                 self._serve(connection)
+                wait, soon_until = FIRST_RETRY, time.monotonic() + SOON_SECONDS
             self._sleep(wait)
-            wait = min(2 * wait, LONGEST_RETRY)
+            if time.monotonic() >= soon_until:
+                wait = min(2 * wait, LONGEST_RETRY)
         self._ended()
         while self._dying:
             self._sleep(LONGEST_RETRY)

@@ -29,7 +29,7 @@ _log = logging.getLogger("kv_tiering.machine")
 CLOSE_AGAIN = 10.0
 """Seconds between two attempts to close the tiers of a namespace that opens them again."""
 
-_OPEN_SECONDS, _CLOSE_SECONDS = 1.0, 2.0
+_CLOSE_SECONDS = 2.0
 
 TierBuilder = Callable[[TierContext], SecondaryTierManager]
 """Function that returns a tier that is not open."""
@@ -119,7 +119,9 @@ class HostedNamespace:
         self._close_due = 0.0
 
     def build(self, weights: str) -> None:
-        """Build and open all tiers of a namespace, for engines whose weights are in the state ``weights``.
+        """Build all tiers of a namespace for engines with the state ``weights``, and begin to open them.
+
+        Nothing waits for a medium here: other namespaces are served meanwhile.
 
         Raises:
             TieringError: a tier cannot be built; none is open.
@@ -161,7 +163,7 @@ class HostedNamespace:
             for name, hosted in tiers.items():
                 if PEERS_TIER in tiers:
                     hosted.pass_on = partial(self._pass_on, name)
-                hosted.tier.open(self._clock() + _OPEN_SECONDS)
+                hosted.tier.open(self._clock())
             undo.pop_all()
             self._news.enter_context(news.listening(self._wake))
         self.tiers = tiers

@@ -105,7 +105,7 @@ class Region:
     era: int = 0
     """Number that changes whenever the record is emptied."""
     early: deque[Record] = field(default_factory=deque)
-    """Reports that wait until all tiers have accepted the rows, and until nothing is left to be handed over."""
+    """Reports that wait until all tiers have accepted the rows, and all are handed over."""
     pending: int = 0
     """Rows of these reports, and those whose digest is being computed."""
     offer: deque[int] | None = None

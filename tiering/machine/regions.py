@@ -51,7 +51,7 @@ LEAVE_SECONDS = 10.0
 """Seconds within which the processes of an engine must end after it has left its rows."""
 
 MOST_PENDING = 1 << 16
-"""Reported rows of one region that wait for their digest, beyond which reports are dropped; or all of its rows."""
+"""Rows of one region that wait for their digest, beyond which reports are dropped; or all of its rows."""
 
 PART = 64
 """Rows whose digests are computed in one piece of work."""
@@ -341,10 +341,10 @@ class Regions:
             self._record(region)
 
     def _record(self, region: Region) -> None:
-        """Begin with the digests of what was reported, once all tiers have accepted the rows.
+        """Begin with the digests of reported blocks, once all tiers have accepted the rows.
 
         An engine's consent to a new epoch comes over the connections of its tiers, its report over another one, and
-        nobody reports a second time. A row that was taken meanwhile has another word.
+        the engine reports each block once. A row that was taken meanwhile has another word.
 
         Raises:
             MessageError: a report has keys of unknown groups, and is dropped.

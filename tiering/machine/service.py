@@ -52,6 +52,9 @@ MESSAGES_PER_TURN = 16
 COPY_THREADS = 4
 """Threads that copy blocks from one engine's rows to another's."""
 
+DRAIN_SHARE = 0.75
+"""Share of the time for the end that the stores of engines may take; the tiers' own end has the rest."""
+
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
@@ -224,6 +227,7 @@ class MachineService:
                 if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
                     self.path.unlink()
             listener.close()
+        self._drain(self._clock() + DRAIN_SHARE * self._shutdown_seconds)
         for peer in self._peers.values():
             peer.leaving = True
         while self._peers and self._clock() < deadline:
@@ -241,6 +245,18 @@ class MachineService:
         else:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
+
+    def _drain(self, deadline: float) -> None:
+        """Let the stores end that engines have sent; the engines keep the others, and loads go on."""
+        tiers = [tier for space in self._namespaces.values() for tier in space.tiers.values()]
+        for tier in tiers:
+            tier.ending = True
+        self.wake()
+        self.turn()  # reads what was sent before
+        while (left := sum(tier.stores_left for tier in tiers)) and self._clock() < deadline:
+            self.turn()
+        if left:
+            _log.error("%d block(s) that engines have sent are not stored in time, and count as failed there", left)
 
     # ------------------------------------------------------------------------------------------------------ the sockets
 

@@ -13,6 +13,9 @@ from tiering.secondary.tier_stats import TierStats
 MOST_STORES = 256
 """Largest number of blocks of stores that all engines together may have with a tier."""
 
+RECOVERY_SECONDS = 1.0
+"""Seconds from the building of a tier for which engines wait until the blocks of before are found."""
+
 STATE_SECONDS = 1.0
 """Seconds after which an engine gets the statistics although nothing has changed."""
 
@@ -37,11 +40,11 @@ class StateReports:
             now: seconds of the service's clock.
             generation: generation of the tier.
             flags: flags of the state.
-            state: the state, without window and statistics.
+            state: the state, without statistics; the window is 0 if no further store is taken.
             stats: the statistics.
         """
         for engine in engines:
-            window = max(1, min(MOST_STORES, engine.num_rows // 4) // len(engines))
+            window = state.window and max(1, min(MOST_STORES, engine.num_rows // 4) // len(engines))
             words = (flags, generation, state.weights, state.epoch, window)
             sent, when = self._sent.get(engine, (None, 0.0))
             if engine.behind or (sent == words and now < when + STATE_SECONDS):

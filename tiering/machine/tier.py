@@ -31,6 +31,7 @@ from tiering.index.tier_index import Probe
 from tiering.machine.admin import MachineAdmin
 from tiering.machine.counts import Medium
 from tiering.machine.engine_hints import MachineHints
+from tiering.machine.held_stores import HeldStores
 from tiering.machine.link import PROOF_SECONDS, Happening, Link, ServiceSocket, TierHost
 from tiering.machine.messages import MAX_KEYS, SERVING, STORING, Kind, MessageError, Record
 from tiering.machine.options import MachineTierOptions
@@ -114,11 +115,10 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._stale: set[int] = set()
         self._finished: list[JobResult] = []
         self._out = Outbox(context.name)
+        self._held = HeldStores()
         self._asked: dict[int, Probe] = {}
         self._asks = 0
         self._wanted: list[OffloadKey] = []
-        self._stored_blocks = 0
-        """Blocks of stores in flight."""
         self.stats = TierStats(available=0, writable=0)
         """Counters of this engine's use of the tier."""
         self._medium = Medium()
@@ -174,25 +174,24 @@ class MachineTier(TierIntake, SecondaryTierManager):
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
-        """Return None while the service takes stores: it chooses the blocks itself."""
-        if self.storing:
+        """Return None while the service takes stores, or the next one may: it chooses the blocks itself."""
+        if self.storing or self._held.wait(self._clock()):
             return None
         self.stats.stores_dropped += len(keys)
         return ()
 
     def credit(self, wanted: int, seconds: float) -> int | None:
         if not self.storing or self._state is None:
-            return None  # what is queued is dropped
+            return 0 if self._held.wait(self._clock()) else None  # what is queued is dropped
         if self._out.is_full:
             return 0
-        return max(0, min(wanted, MAX_KEYS, self._state[4] - self._stored_blocks))
+        return max(0, min(wanted, MAX_KEYS, self._state[4] - self.stats.cascades_active))
 
     def not_stored(self, keys: Sequence[OffloadKey]) -> None:
         self.stats.stores_evicted += len(keys)
 
     def submit_store(self, job: TransferJob) -> None:
         if self._submit(Kind.STORE, job, self.storing):
-            self._stored_blocks += len(job.keys)
             self.stats.cascades_active += len(job.keys)
         else:
             self.stats.stores_dropped += len(job.keys)
@@ -250,6 +249,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
     def on_schedule_end(self) -> StepEnd:
         if self._out.records:
             self._flush()
+        if self._held.unreported and self.storing:
+            self._wanted += self._held.take()
         calm = not (self._out.records or self._finished or self._link.queue)
         if calm and not (self._wanted or self._superseded or self._owed):
             return _CALM
@@ -283,12 +284,14 @@ class MachineTier(TierIntake, SecondaryTierManager):
                     self._write(Record(Kind.RESET, text=self._weights.encode()))
             elif what is Happening.DOWN:
                 connection.socket.close()
+                self._held.begin(self._clock(), stored=self.storing)
                 self._connection = self._state = None
                 self._out.clear()
                 self._change()
             else:
-                for number, (_, owner) in list(self._jobs.items()):
+                for number, (job, owner) in list(self._jobs.items()):
                     if owner is connection:
+                        self._held.unreported += () if job.is_promotion or number in self._stale else job.keys
                         self._end(number, ())
 
     def _take(self, record: Record, connection: ServiceSocket) -> None:
@@ -409,7 +412,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
             if learns:
                 self._index.end_load(keys, _ANYWHERE * len(keys), [not here for here in arrived], now)
         else:
-            self._stored_blocks -= len(keys)
             self.stats.cascades_active -= len(keys)
             self.stats.cascades += len(good)
             self.stats.cascades_failed += len(keys) - len(good)
@@ -442,6 +444,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def reset(self, deadline: float, revision: str | None = None, follow: bool = False) -> bool:
         self._poll()
+        self._held.drop()
         self._stale.update(self._jobs)
         self._finished = [result._replace(success=False, successful_keys=()) for result in self._finished]
         self._forget()
