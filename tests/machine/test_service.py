@@ -24,6 +24,7 @@ from tests.machine.test_tier import machine_tier
 from tiering.cli.serve import check_service
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError, TieringError
+from tiering.machine import peers
 from tiering.machine.link import ServiceSocket, greet
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
 from tiering.machine.peers import MOST_BEHIND
@@ -114,6 +115,18 @@ def raw(path: Path) -> Iterator[Callable[..., Raw]]:
 
 def test_only_the_user_may_connect(service: MachineService, path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("uid", [65534, os.geteuid() + 1])
+def test_another_user_is_refused_with_the_reason_and_one_that_the_kernel_cannot_name_too(
+    service: MachineService, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, uid: int
+) -> None:
+    monkeypatch.setattr(peers, "peer_credentials", lambda _: (1, uid))
+    region = SharedRegion.create(8, STRIDE)
+    with pytest.raises(TieringError, match=f"of its own user, not of {uid}"):
+        greet(str(path), greeting().text(), (region.fd,))
+    region.close()
+    assert f"not of {uid}" in caplog.text
 
 
 def test_a_new_directory_is_private(tmp_path: Path) -> None:

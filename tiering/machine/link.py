@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -184,7 +185,8 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
             raise TieringError(f"{path} belongs to the user {uid}, not to this one")
         connection = ServiceSocket(peer)
         ((message, _),) = messages([pack(Record(Kind.HELLO, text=text))], 0)
-        socket.send_fds(peer, [message], list(fds))
+        with suppress(BrokenPipeError):  # a service that hangs up at once has sent its reason before
+            socket.send_fds(peer, [message], list(fds))
         answer, found, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 1, socket.MSG_CMSG_CLOEXEC)
         if found:
             connection.presence = _presence(found)
