@@ -89,3 +89,15 @@ def test_a_much_larger_tier_keeps_the_rows_that_a_tier_has_taken(blocks: int, go
     rig.primary.grant_copies(-100.0)
     rig.late(KEYS[20])
     assert (KEYS[15] not in rig.primary.readable) is goes, "a first victim, or else the most recent row"
+
+
+@pytest.mark.parametrize(
+    ("disk", "rows", "bounded"), [(15, 16, False), (16, 16, True), (15, 17, True), (None, 16, True)]
+)
+def test_a_small_disk_behind_a_tier_of_the_engines_size_bounds_no_copies(
+    disk: int | None, rows: int, bounded: bool
+) -> None:
+    """A block that it has dropped would be computed again, and copied as often."""
+    rig = rig_of(rows, 16, FakeTier("disk", capacity_blocks=disk))
+    assert rig.late(*KEYS[:4]) == KEYS[:4]
+    assert (rig.primary.copy_credit < 0.0) is bounded

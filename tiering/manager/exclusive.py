@@ -43,14 +43,14 @@ class ManagerExclusive(ManagerParts):
     def _most_further_copies(self, blocks: int) -> float:
         """Return the copies that are allowed for each of an inclusive tier's, in addition; 0: any number.
 
-        With secondary tiers, an inclusive tier computes no more than this one. Without, it does so the more, the
-        smaller it is; of the size of the engine's cache, its copies are as many as unbounded ones are here.
+        With secondary tiers, an inclusive tier computes no more than this one. Without, or with small ones only, it
+        does so the more, the smaller it is; of the size of the engine's cache, its copies are as many as unbounded ones
+        are here.
         """
-        if self._states:
+        rows, sizes = self.primary_tier.num_rows, [state.traits.capacity_blocks for state in self._states]
+        if sizes and (rows > blocks or any(size is None or size >= rows for size in sizes)):
             return min(1.0, blocks)
-        return (
-            blocks / (2 * max(1, self.primary_tier.num_rows - blocks)) if self.primary_tier.num_rows > blocks else 0.0
-        )
+        return blocks / (2 * max(1, rows - blocks)) if rows > blocks else 0.0
 
     @property
     def stores_computed(self) -> bool:
