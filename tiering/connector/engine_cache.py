@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, compress, islice, repeat
+from itertools import chain, compress, repeat
 from typing import Any, NamedTuple
 
 from tiering.api.engine import watched_blocks
@@ -27,6 +27,9 @@ from tiering.connector.free_queue import FreeQueueWalk, blocks_of_two_steps
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
+
+Places = dict[OffloadKey, tuple[int, ...]]
+"""Offloaded blocks, with the GPU blocks of each."""
 
 
 class LateStore(NamedTuple):
@@ -90,7 +93,11 @@ class EngineCache(FreeQueueWalk):
         self._sharing: dict[int, set[OffloadKey]] = {}
         """Names of further noted blocks that a GPU block belongs to: they begin alike and go on apart."""
         self._passed: set[int] = set()
-        """GPU blocks in the queue between its head and the cursor."""
+        """GPU blocks in the queue between its head and the cursor, and those of :attr:`_used`."""
+        self._used: set[int] = set()
+        """GPU blocks that requests got since the walk has last looked."""
+        self.is_due = True
+        """True if the walk looks at the queue in this step; False while it rests."""
         self._step = 0
         self._computing: deque[tuple[int, Sequence[OffloadKey]]] = deque()
         """Noted blocks by the step that computes them, until that step has certainly been processed."""
@@ -169,10 +176,7 @@ class EngineCache(FreeQueueWalk):
             taken: blocks that the step newly allocates.
             zeroed: blocks that the engine empties before the step.
         """
-        self._step, computing = step, self._computing
-        while computing and computing[0][0] < step - STEPS_IN_FLIGHT:
-            _, keys = computing.popleft()
-            self._manager.engine_holds([key for key in keys if key in self.blocks_of])
+        self._step = step
         if taken:
             self._handed_out(taken)
         if zeroed:
@@ -180,8 +184,7 @@ class EngineCache(FreeQueueWalk):
 
     def _handed_out(self, blocks: Sequence[int]) -> None:
         """End the notes on GPU blocks that the engine hands out."""
-        if self._passed:
-            self.left_queue((blocks,))
+        self.left_queue((blocks,))
         keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
         if self._sharing:
             keys += chain.from_iterable(map(self._sharing.pop, blocks, repeat(())))
@@ -195,10 +198,8 @@ class EngineCache(FreeQueueWalk):
             block_ids: the GPU blocks, by KV-cache group.
         """
         if self._passed:
-            if self.drop_cursor(block_ids):
-                self._passed.clear()
-            else:
-                self._passed.difference_update(*block_ids)
+            self._used.update(*block_ids)
+            self.is_due = len(self._passed) - len(self._used) < self._enough
 
     def drop(self, blocks: Iterable[int]) -> None:
         """End the notes on GPU blocks whose content must not be stored."""
@@ -254,27 +255,19 @@ class EngineCache(FreeQueueWalk):
 
     def plan(self) -> LateStore | None:
         """Return the late store of blocks that leave the engine's cache soon; None: nothing to copy."""
-        before = self.cursor
-        if before is None or before.ref_cnt > 0:
-            self.cursor = before = None
+        self._mark_computed()
+        if self.cursor is None or self.cursor.ref_cnt > 0 or self.cursor.block_id in self._used:
+            self.cursor = None
             self._passed.clear()
-        elif len(self._passed) >= self._enough:
-            return None
-        leaving: dict[OffloadKey, tuple[int, ...]] = {}
-        gone: dict[OffloadKey, tuple[int, ...]] = {}
-        passed, key_of, known = list[int](), self._key_of.get, self.blocks_of.get
-        node, most = before, self._most
-        for node in islice(self.blocks(self._pool.free_block_queue), self.target - len(self._passed)):
-            block = node.block_id
-            passed.append(block)
-            if (key := key_of(block)) is not None and block in (ids := known(key, ())):
-                if not (node.block_hash == key if len(ids) == 1 else self._is_cached(key, ids)):
-                    gone[key] = ids
-                else:
-                    leaving[key] = ids
-                    if len(leaving) == most:
-                        break
-        self.cursor = node
+        else:
+            self._passed.difference_update(self._used)
+        self._used.clear()
+        before, room = self.cursor, self.target - len(self._passed)
+        nodes = self.blocks(self._pool.free_block_queue, min(room, self._most))
+        passed = [node.block_id for node in nodes]
+        leaving, gone = self._look_at(nodes, passed)
+        if nodes:
+            self.cursor = nodes[-1]
         if gone:
             self._end(gone, set(chain.from_iterable(gone.values())))
         late = None
@@ -287,14 +280,46 @@ class EngineCache(FreeQueueWalk):
             if output is None:
                 self.cursor, self._most = before, max(1, len(keys) // 2)
                 return None
-            self._most = min(2 * self._most, self.target)
             self._left(leaving)
             if self._describes and len(output.keys_to_store) < len(keys):
                 self._release_snapshots(leaving.keys() - set(output.keys_to_store))
             self._counters.late_stores += len(output.keys_to_store)
             late = self._copy(output, leaving)
+        self._most = min(2 * self._most, self.target)
         self._passed.update(passed)
+        self.is_due = len(self._passed) < self._enough
         return late
+
+    def _mark_computed(self) -> None:
+        """Let the rows of blocks go first whose step has certainly been processed."""
+        computed, computing = list[OffloadKey](), self._computing
+        while computing and computing[0][0] < self._step - STEPS_IN_FLIGHT:
+            computed += computing.popleft()[1]
+        if computed:
+            self._manager.engine_holds([key for key in computed if key in self.blocks_of])
+
+    def _look_at(self, nodes: Sequence[Any], blocks: Sequence[int]) -> tuple[Places, Places]:
+        """Return the noted blocks among some GPU blocks, and those that are not cached any more.
+
+        Args:
+            nodes: GPU blocks of the queue.
+            blocks: their numbers.
+        """
+        leaving, gone, known = Places(), Places(), self.blocks_of.get
+        keys = list(map(self._key_of.get, blocks))
+        if not self._has_chunks:
+            # One expression, because this runs for each block that the engine uses up.
+            leaving = {
+                key: ids
+                for key, node, block in zip(keys, nodes, blocks, strict=True)
+                if key is not None and node.block_hash == key and block in (ids := known(key, ()))
+            }
+            if len(leaving) == len(keys) - keys.count(None):
+                return leaving, gone
+        for key, block in zip(keys, blocks, strict=True):
+            if key is not None and key not in leaving and block in (ids := known(key, ())):
+                (leaving if self._is_cached(key, ids) else gone)[key] = ids
+        return leaving, gone
 
     def _left(self, leaving: Mapping[OffloadKey, tuple[int, ...]]) -> None:
         """End the notes on blocks of the walk, which have rows now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tiering.connector.groups import OffloadGroup
@@ -49,30 +49,19 @@ class FreeQueueWalk:
         self.cursor: Any = None
         """Last block that the walk has passed; None: the walk begins at the head."""
 
-    def drop_cursor(self, block_ids: Iterable[Collection[int]]) -> bool:
-        """Start over if a request has got the cursor's block; return True if so.
+    def blocks(self, queue: FreeBlockQueue, count: int) -> list[Any]:
+        """Return up to ``count`` free blocks behind the cursor, which the caller moves.
 
         Args:
-            block_ids: GPU blocks that requests have got, by KV-cache group.
-        """
-        if self.cursor is not None:
-            block = self.cursor.block_id
-            for ids in block_ids:
-                if block in ids:
-                    self.cursor = None
-                    return True
-        return False
-
-    def blocks(self, queue: FreeBlockQueue) -> Iterator[Any]:
-        """Yield the free blocks behind the cursor, which the caller moves.
-
-        Args:
-            queue: the engine's free queue, which must not change meanwhile.
+            queue: the engine's free queue.
+            count: largest number of blocks.
         """
         if self.cursor is not None and self.cursor.ref_cnt > 0:
             self.cursor = None
-        tail = queue.fake_free_list_tail
+        tail, found = queue.fake_free_list_tail, list[Any]()
         node = (queue.fake_free_list_head if self.cursor is None else self.cursor).next_free_block
-        while node is not tail and node is not None:
-            yield node
+        while count > 0 and node is not tail and node is not None:
+            found.append(node)
             node = node.next_free_block
+            count -= 1
+        return found

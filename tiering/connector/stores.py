@@ -214,7 +214,7 @@ class StorePlanner:
 
         None: there are none to copy.
         """
-        ctx, late = LATE_STORE, cache.plan()
+        ctx, late = LATE_STORE, cache.plan() if cache.is_due else None
         if late is None and cache.feeds_tiers:
             ctx, late = WANTED_STORE, cache.plan_wanted()
         if late is None:

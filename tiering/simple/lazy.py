@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 
 from tiering.api.keys import OffloadKey
 from tiering.connector.block_tables import BlockTables
@@ -59,7 +59,8 @@ class LazyStores(FreeQueueWalk):
                 refused.difference_update(ids[:may])
             if may < len(ids):
                 refused.update(ids[max(may, 0 if new_from is None else new_from[group]) :])
-        self.drop_cursor(block_ids)
+        if self.cursor is not None and any(self.cursor.block_id in ids for ids in block_ids):
+            self.cursor = None
 
     def failed(self, gpu_blocks: Iterable[int]) -> None:
         """Offer these GPU blocks again, because their store has failed."""
@@ -76,7 +77,7 @@ class LazyStores(FreeQueueWalk):
         """
         cached, pending, offloaded, refused = self._cpu.cached, self._cpu.pending, self._offloaded, self._refused
         chosen: dict[OffloadKey, int] = {}
-        for node in islice(self.blocks(pool.free_block_queue), self.target):
+        for node in self.blocks(pool.free_block_queue, self.target):
             key, block = node.block_hash, node.block_id
             known = key is None or key in cached or key in pending or key in chosen
             if known or block in refused or block in suspects or offloaded.get(block) == key:
