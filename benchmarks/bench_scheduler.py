@@ -5,6 +5,9 @@ model drives the connector's scheduler half and the tiering manager as vLLM does
 a connector is the floor. A disk answers lookups at once. A bucket leaves each prefix undecided for 13 steps, in which
 the engine asks about the request again and again.
 
+The same requests come to an engine with a prefix cache, beside an inclusive and an exclusive CPU tier of twice its
+size. Their prompts are all stored late. A step computes up to 8,192 tokens, and an eighth of the cache at most.
+
 In a last scenario, the disk hangs while 20,000 stores wait for it, of one block or of 16 each. They hold all rows. Each
 further store takes rows of waiting ones; the numbers are the CPU time of a whole ``prepare_store`` that searches rows,
 and of such a search per row that it takes.
@@ -16,12 +19,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from benchmarks.harness import Bench, Sample, timed
+from benchmarks.harness import Bench, Sample, spread, timed
+from examples.mini_engine.simple import MirroredPool
 from tests.connector.fakes import FakeBlocks, FakeConnectorOutput, FakeSchedulerOutput, make_spec
 from tiering.advisor.advisor import SizeAdvisor
 from tiering.api.keys import PRIMARY_TIER, OffloadKey, make_offload_key
@@ -200,7 +205,7 @@ class Engine:
             request.sample()
             if request.num_tokens == request.num_prompt_tokens + request.outputs:
                 connector.request_finished(request, request.blocks)
-                self._free.extend(reversed(request.blocks))
+                self._give_back(request)
         self._running = [r for r in self._running if r.num_tokens < r.num_prompt_tokens + r.outputs]
         self.steps += 1
 
@@ -210,6 +215,39 @@ class Engine:
         new = [self._free.popleft() for _ in range(missing)]
         request.blocks += new
         return new
+
+    def _give_back(self, request: Request) -> None:
+        self._free.extend(reversed(request.blocks))
+
+
+class CachingEngine(Engine):
+    """An engine with a prefix cache, whose CPU tier has twice its size.
+
+    Args:
+        blocks: number of GPU blocks.
+        exclusive: True if the CPU tier is exclusive.
+    """
+
+    def __init__(self, blocks: int, *, exclusive: bool) -> None:
+        self._pool = MirroredPool(blocks + 1)
+        spec = make_spec(gpu_block_size=BLOCK, max_batch_tokens=min(8192, blocks // 8 * BLOCK))
+        rows = CPUPrimaryTierOffloadingManager(np.zeros((2 * blocks, 1), np.uint8).data)
+        manager = TieringOffloadingManager(rows, [], exclusive=exclusive)
+        spec.get_manager = lambda: manager  # type: ignore[method-assign]
+        connector = OffloadingConnectorScheduler(spec)
+        connector.bind_gpu_block_pool(self._pool)
+        super().__init__(connector)
+
+    def _grow(self, request: Request) -> list[int]:
+        old, pool = len(request.blocks), self._pool
+        new = [block.block_id for block in pool.take(-(-request.num_tokens // BLOCK) - old)]
+        request.blocks += new
+        for number in range(max(0, old - 1), min(len(request.blocks), len(request.block_hashes))):
+            pool.name(pool.blocks[request.blocks[number]], (0, request.block_hashes[number]))
+        return new
+
+    def _give_back(self, request: Request) -> None:
+        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(request.blocks))
 
 
 def scheduler_half(asked: int | None, advisor: SizeAdvisor | None = None) -> OffloadingConnectorScheduler:
@@ -281,6 +319,28 @@ def rows_of_waiting_stores(jobs: int, blocks: int, calls: int) -> tuple[float, f
     return max(taken, default=0.0), sum(taken) / max(evicted, 1)
 
 
+def exclusive_steps(bench: Bench, count: int) -> None:
+    """Compare steps beside an exclusive CPU tier with those beside an inclusive one."""
+    for blocks in (1024,) if bench.quick else (1024, 8192, 100_000):
+        engines = {word: CachingEngine(blocks, exclusive=word == "exclusive") for word in ("inclusive", "exclusive")}
+        for engine in engines.values():
+            engine.serve(requests(blocks // 6, 0))  # three caches' worth: the CPU tier is full
+        seeds = {word: iter(range(1, 1000)) for word in engines}
+
+        def serving(engine: CachingEngine, seed: Iterator[int]) -> Sample:
+            work, before = requests(count, next(seed)), engine.steps
+            sample = timed(lambda: engine.serve(work))
+            return Sample((sample.cpu or sample.value) / (engine.steps - before) * 1e6)
+
+        name = f"a step of 8 small requests, {blocks:,} GPU blocks"
+        variants = {word: partial(serving, engine, seeds[word]) for word, engine in engines.items()}
+        stats = bench.compare(name, variants, 21, unit="CPU µs/step")
+        pairs = zip(stats["exclusive"].samples, stats["inclusive"].samples, strict=True)
+        added = spread([mine - other for mine, other in pairs])
+        bench.target(f"CPU per step that an exclusive tier adds, {blocks:,} GPU blocks", added.middle, 5.0, "max", "µs")
+        bench.note(f"{blocks:,} GPU blocks: {added.middle:.1f} ({added.low:.1f} to {added.high:.1f}) µs a step more.")
+
+
 def run(bench: Bench) -> None:
     jobs, calls = (500, 50) if bench.quick else (20_000, 1000)
     measured = [(blocks, *rows_of_waiting_stores(jobs, blocks, calls)) for blocks in (1, 16)]
@@ -320,3 +380,4 @@ def run(bench: Bench) -> None:
     extra = sorted(mine - bare for mine, bare in zip(stats["cpu + advisor"].samples, stats["cpu"].samples, strict=True))
     per_step = advisor.accesses / engines["cpu + advisor"].steps
     bench.target("CPU per block looked up that the advisor adds", extra[len(extra) // 2] / per_step, 1.0, "max", "µs")
+    exclusive_steps(bench, count)
