@@ -548,9 +548,7 @@ def loads(bench: Bench) -> None:
     gain = ratio(stats["one service"], stats["tier in the process"])
     bench.target("512 KiB beside a busy engine, against the tier in it", gain, 3.0, "min", "x")
     most = ratio(stats["bare reads and digests"], stats["tier in the process"])
-    bench.note(
-        f"512 KiB: bare reads and digests reach {most:.2f} times the tier beside a busy engine, any service less."
-    )
+    bench.note(f"512 KiB: bare reads and digests reach {most:.2f} times the tier beside a busy engine.")
 
 
 def peers(bench: Bench) -> None:
