@@ -24,7 +24,7 @@ from tests.connector.fakes import (
 from tiering.api.engine import EngineConfig, KVCacheGroup
 from tiering.connector.metadata import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from tiering.connector.scheduler import OffloadingConnectorScheduler
-from tiering.connector.step_loads import MEASURED, PROBE_BLOCKS, PROBE_EVERY, STEP_SECONDS
+from tiering.connector.step_loads import ALONE, MEASURED, PROBE_BLOCKS, PROBE_EVERY, STEP_SECONDS
 from tiering.connector.variants import Variant
 from tiering.errors import TieringError
 
@@ -55,6 +55,13 @@ def run(scheduler: Scheduler, request: FakeRequest, tokens: int, *block_ids: lis
     meta = scheduler.build_connector_meta(FakeSchedulerOutput().new(request, request.num_tokens - tokens, *block_ids))
     request.num_computed_tokens = request.num_tokens
     return meta
+
+
+def run_another(scheduler: Scheduler) -> FakeRequest:
+    """Let a request run that others are not to delay."""
+    request = FakeRequest("runs", [900, 901])
+    run_prompt(scheduler, request, ids(1, 90))
+    return request
 
 
 def test_a_hit_is_loaded_and_computed_in_one_step() -> None:
@@ -119,6 +126,7 @@ def test_an_engine_that_does_not_ask_for_it_waits() -> None:
 def test_the_loads_of_a_step_share_its_budget() -> None:
     requests = [FakeRequest(f"r{number}", list(range(100 * number, 100 * number + 18))) for number in range(4)]
     scheduler, _ = scheduler_with(*requests, blocks=11)
+    run_another(scheduler)
     for number, request in enumerate(requests[:2]):
         assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
         scheduler.update_state_after_alloc(request, FakeBlocks((ids(5, 10 * number + 1),)), 16)
@@ -129,9 +137,37 @@ def test_the_loads_of_a_step_share_its_budget() -> None:
     assert scheduler.get_num_new_matched_tokens(requests[3], 0) == (16, False), "the next step has its own"
 
 
+@pytest.mark.parametrize("leaves", ["ends", "is preempted"])
+def test_a_step_in_which_no_request_runs_has_room_for_more(leaves: str) -> None:
+    first, *hits = [FakeRequest(f"r{number}", list(range(100 * number, 100 * number + 18))) for number in range(10)]
+    scheduler, _ = scheduler_with(first, *hits, blocks=4)
+    running = run_another(scheduler)
+    assert scheduler.get_num_new_matched_tokens(first, 0) == (16, False)
+    scheduler.update_state_after_alloc(first, FakeBlocks((ids(5),)), 16)
+    assert scheduler.get_num_new_matched_tokens(hits[0], 0) == (16, True), "another request runs"
+    first.num_computed_tokens = 16
+    job = scheduler.build_connector_meta(FakeSchedulerOutput().new(first, 2, ids(5))).loads_within_step["r0"].job_id
+    scheduler.update_connector_output(finished(job))
+    scheduler.request_finished(first, ids(5))
+    if leaves == "ends":
+        scheduler.request_finished(running, ids(1, 90))
+    else:
+        scheduler.build_connector_meta(FakeSchedulerOutput(preempted_req_ids={"runs"}))
+    step = FakeSchedulerOutput()
+    for number, request in enumerate(hits[:ALONE]):
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (16, False)
+        scheduler.update_state_after_alloc(request, FakeBlocks((ids(5, 10 + 5 * number),)), 16)
+        request.num_computed_tokens = 16
+        step.new(request, 2, ids(5, 10 + 5 * number))
+    assert scheduler.get_num_new_matched_tokens(hits[ALONE], 0) == (16, True)
+    assert len(scheduler.build_connector_meta(step).loads_within_step) == ALONE
+    assert scheduler.get_num_new_matched_tokens(hits[ALONE], 0) == (16, False), "there is room for one beside them"
+
+
 def test_a_hit_that_got_no_blocks_takes_no_room() -> None:
     first, second = prompt(18), FakeRequest("r2", list(range(100, 118)))
     scheduler, _ = scheduler_with(first, second, blocks=4)
+    run_another(scheduler)
     assert scheduler.get_num_new_matched_tokens(first, 0) == (16, False)
     assert scheduler.get_num_new_matched_tokens(second, 0) == (16, False)
     assert not idle_step(scheduler).loads_within_step
@@ -182,6 +218,7 @@ class TestTheMeasurement:
     def test_the_fastest_of_the_latest_loads_counts(self) -> None:
         request, probe = prompt(18), prompt(18, "r2")
         scheduler, _ = scheduler_with(request, blocks=4)
+        run_another(scheduler)
         loads = scheduler.loads.step_loads
         loads.fits(prompt_state(scheduler), 0, 16)  # takes no probe
         for _ in range(MEASURED - 1):

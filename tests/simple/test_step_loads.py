@@ -90,7 +90,7 @@ def test_the_first_small_hit_is_measured_and_the_loads_of_a_step_share_its_budge
     assert loads_within_step(sim) == 1
     sim.settle()
     assert sim.half.step_loads._budget == 8 * 5, "eight times the blocks of the load"
-    sim.half.step_loads._budget = 9
+    sim.half.step_loads._budget = 1  # while no request runs, 8 blocks
     sim.pool.reset()
     requests = [sim.add(name, PROMPT[:21], 1) for name in "ab"]
     sim.step()

@@ -132,8 +132,24 @@ def test_hits_beyond_the_budget_wait(evicted: Engine, expected: list[Answer], mo
     monkeypatch.setattr(loads, "_budget", CACHED // BLOCK)
     monkeypatch.setattr(loads, "measure", lambda blocks, seconds: None)
     before = within_steps(evicted)
-    assert wrong(evicted.ask(PROMPTS[:2]), expected[:2]) == []
-    assert within_steps(evicted) == before + 1, "a step has room for one of them"
+    running = evicted.start([prompt(930, 40)], 40)
+    for _ in range(3):
+        evicted.step()
+    names = evicted.start(PROMPTS[:2])
+    assert wrong(evicted.finish(names), expected[:2]) == []
+    assert within_steps(evicted) == before + 1, "a step has room for one of them beside a request that runs"
+    evicted.finish(running)
+
+
+def test_a_burst_begins_in_one_step(evicted: Engine, expected: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request runs that the copies delay, and one run of the model serves all."""
+    loads = evicted.step_loads
+    monkeypatch.setattr(loads, "_budget", CACHED // BLOCK)
+    monkeypatch.setattr(loads, "measure", lambda blocks, seconds: None)
+    before = within_steps(evicted)
+    assert wrong(evicted.ask(PROMPTS), expected[:4]) == []
+    assert within_steps(evicted) == before + 4
+    assert evicted.scheduled[0] == 4 * (120 - CACHED)
 
 
 @pytest.mark.parametrize("lie", [CopyNothing, OneWrongBlock])

@@ -42,6 +42,8 @@ class BlockTables(Generic[Tracked]):
         """The KV-cache groups."""
         self.states = states
         """The requests by id; the caller adds and removes them."""
+        self.running = 0
+        """Number of requests that were scheduled and have not ended or lost their blocks."""
         self._owners = BlockOwners()
         self._step = 0
         """Number of the last step.
@@ -64,6 +66,7 @@ class BlockTables(Generic[Tracked]):
 
         Steps in flight may still report that a load did not fill some of these blocks.
         """
+        self.running -= state.scheduled
         self.suspects.give_up(self._places(state.tables), self._step)
 
     def start_over(self, state: Tracked) -> None:
@@ -193,6 +196,7 @@ class BlockTables(Generic[Tracked]):
             found = state.found_tokens or 0
             state.distrust(found)
             self._suspect_behind(block_ids, found)
+        self.running += not state.scheduled
         state.scheduled = True
         state.look_again()
 

@@ -38,7 +38,7 @@ class SchedulerCounters:
     loads_within_step: int = counter(
         "loads",
         "Loads from the CPU tier to the GPU that ran within the step of their request",
-        "Small hits. A part of `loads`; none if the model's copies take more than a millisecond for each hit.",
+        "Small hits. A part of `loads`; beside running requests none whose copy takes more than a millisecond.",
     )
     loads_failed: int = counter(
         "loads",

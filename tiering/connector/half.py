@@ -291,7 +291,7 @@ class SchedulerHalf(ABC, Generic[State]):
         """Return the answer to a match whose search has ended."""
         if hit.tokens <= computed:
             return NO_TOKENS
-        is_within_step = step_loads.fits(state, computed, hit.tokens)
+        is_within_step = step_loads.fits(state, computed, hit.tokens, is_alone=not self._tables.running)
         state.match = Match(computed, hit.tokens, is_within_step)
         return hit.tokens - computed, not is_within_step
 

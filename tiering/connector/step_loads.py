@@ -4,6 +4,10 @@ Such a request is computed one step earlier than one that waits for its load. Th
 model, so that they delay all of its requests. Therefore only hits are loaded so whose copies take about a
 millisecond together, at the speed that loads had lately.
 
+Where no request runs yet, the copies delay no other one, and hits that come together are best computed together: loads
+beside the step would end one after the other, and each of the steps meanwhile runs the model for the few that are
+there. Such a step may have several milliseconds of copies.
+
 Nobody can take back what a step has computed, so that such a load must not fail. Its blocks are readable in the CPU
 tier: what is left is a copy in memory, which no medium takes part in. A worker that cannot make it ends with an error.
 """
@@ -21,7 +25,13 @@ from tiering.connector.hits import HitSearch, PrefixLookup
 from tiering.connector.tracked import TrackedRequest
 
 STEP_SECONDS = 1e-3
-"""Most seconds by which loads delay a step."""
+"""Most seconds by which loads delay a step that computes running requests too."""
+
+ALONE = 8
+"""Times as many blocks may be loaded within a step in which no request runs that was scheduled before.
+
+A request that comes meanwhile waits as long as for a step of a large model.
+"""
 
 PROBE_BLOCKS, PROBE_EVERY = 16, 64
 """Most blocks of a hit that is loaded within the step to be measured, and the distance of such hits.
@@ -68,7 +78,7 @@ class StepLoads:
         self._planned = 0
         """Blocks that are loaded within the present step."""
 
-    def fits(self, state: TrackedRequest[Any], computed: int, end: int) -> bool:
+    def fits(self, state: TrackedRequest[Any], computed: int, end: int, *, is_alone: bool = False) -> bool:
         """Return True if a hit is to be loaded within the step.
 
         At least one token must be left to compute. An adapter may turn out to be another one while the step runs, so
@@ -78,15 +88,17 @@ class StepLoads:
             state: the request.
             computed: leading tokens that the engine's own prefix cache holds.
             end: end of the request's hit, in tokens.
+            is_alone: True if no request runs that was scheduled in an earlier step; default: False.
         """
         if not self.is_possible or end >= state.request.num_tokens or state.variant is not None:
             return False
         measure = self._search.measure
-        if measure.is_full and (end - computed) // measure.offloaded_block_size > max(self._budget, PROBE_BLOCKS):
+        budget = self._budget * ALONE if is_alone else self._budget
+        if measure.is_full and (end - computed) // measure.offloaded_block_size > max(budget, PROBE_BLOCKS):
             return False  # without a look at its keys
         needed = [keys for keys in self._search.needed(state.keys, computed, end) if keys]
         blocks = self._planned + sum(map(len, needed))
-        if not needed or (blocks > self._budget and not self._is_probe(blocks)):
+        if not needed or (blocks > budget and not self._is_probe(blocks)):
             return False
         # The search of one group may have had blocks of another evicted.
         match = self._held.match_prefix
