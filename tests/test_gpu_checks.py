@@ -78,10 +78,10 @@ def test_copies_that_move_nothing_fail_the_check(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CudaCopyHandler, "_move_rows", lambda self, pages, group, staging: None)
     queue = CudaCopyHandler._queue
 
-    def queue_nothing(handler: CudaCopyHandler, pages: GroupPages, places: torch.Tensor) -> object:
+    def queue_nothing(handler: CudaCopyHandler, pages: GroupPages, places: torch.Tensor, kernels: object) -> object:
         if handler._is_direct(pages.group):  # the kernel moves the rows as well
             handler._kernel = lambda *_, **__: None
-        return queue(handler, pages, places)
+        return queue(handler, pages, places, kernels)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CudaCopyHandler, "_queue", queue_nothing)
     assert outcome(name, dry_machine())[0] is Outcome.FAILED

@@ -93,7 +93,7 @@ def test_small_pieces_cross_the_bus_in_one_kernel(direction: Direction) -> None:
     assert api.calls == [Call("direct gather" if store else "direct scatter", "side0", 8 * 32 * 64)]
 
 
-def test_large_pieces_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_pieces_that_are_stored_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's copies move them faster, and without processors of the device."""
     for limit, expected in ((32 * 64, ["direct gather"]), (32 * 64 - 1, ["gather", "batch"])):
         monkeypatch.setattr(cuda, "_DIRECT_BYTES", limit)
@@ -102,6 +102,34 @@ def test_large_pieces_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
         with api.watched():
             copies.transfer_all_async(specs(1))
         assert [call.name for call in api.calls] == expected
+
+
+def test_large_pieces_are_loaded_by_kernels_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of the engine's next step would wait behind copies of the driver."""
+    monkeypatch.setattr(cuda, "_DIRECT_BYTES", 0)
+    monkeypatch.setattr(cuda, "_DIRECT_CHUNK", 3 * 32 * 64 + 1)
+    api = FakeCuda()
+    copies = handler(api, Direction.LOAD, many_layers(), batch=api.batch(), maps_rows=True, staging_bytes=2 * 32 * 64)
+    with api.watched():
+        assert copies.transfer_all_async(backwards(specs(8))) == []
+    assert api.calls == [Call("direct scatter", "side0", count * 32 * 64) for count in (3, 3, 2)]
+
+
+@pytest.mark.parametrize("maps_rows", [False, True])
+def test_a_load_that_a_step_needs_does_not_wait_for_those_before_it(maps_rows: bool) -> None:
+    """Staged loads share a buffer, and so keep their order."""
+    api = FakeCuda(instant=False)
+    copies = handler(api, Direction.LOAD, many_layers(), maps_rows=maps_rows)
+    long, small = backwards(specs(2))
+    with api.watched():
+        copies.transfer_all_async([long])
+        copies.transfer_first([small])
+    assert {call.stream for call in api.calls} == ({"side0", "side2"} if maps_rows else {"side0", "side1"})
+    api.events[-1].done = True
+    assert [result.job_id for result in copies.get_finished()] == ([small[0]] if maps_rows else [])
+    copies.wait([long[0], small[0]])
+    left = [long[0]] if maps_rows else [long[0], small[0]]
+    assert [result.job_id for result in copies.get_finished()] == left
 
 
 @pytest.mark.parametrize("limit", [40, 48, 79])
@@ -323,7 +351,7 @@ def test_a_compute_stream_that_cannot_be_ordered_is_waited_for() -> None:
 def test_loads_run_on_streams_of_higher_priority() -> None:
     api = FakeCuda()
     both = [handler(api, direction) for direction in (Direction.STORE, Direction.LOAD)]
-    assert [stream.priority for stream in api.streams] == [0, 0, -1, -1]
+    assert [stream.priority for stream in api.streams] == [0, 0, -1, -1, -1]
     for copies in both:
         copies.shutdown()
 

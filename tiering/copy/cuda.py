@@ -1,12 +1,15 @@
-"""Copies between a CUDA KV cache and pinned primary rows, on two side streams per direction.
+"""Copies between a CUDA KV cache and pinned primary rows, on side streams of each direction.
 
 All transfers of a step are one submission, and their pages take two stages. A store first gathers the pages of many GPU
 blocks into a staging buffer on the device, which has the shape of the rows, with one kernel. Then the rows' pieces
 cross the bus. A load goes the other way. The staging buffer has two halves, so that kernels fill one half while the bus
 moves the other.
 
-Small pieces of rows cross the bus without staging: a kernel with few programs moves pages straight between the KV cache
-and the rows, whose memory the device reads and writes. The driver's copies take some microseconds for each piece.
+Loads, and stores of small pieces, cross the bus without staging: a kernel with few programs moves pages straight
+between the KV cache and the rows, whose memory the device reads and writes. The driver's copies take the engine's
+thread some microseconds for each piece, and those to a device run one after the other, whatever their streams: the
+inputs of the engine's next step would wait for a whole load, and so would a small load behind a long one. Loads that a
+step needs have a stream of their own.
 
 Stores start after the work that the compute stream had when they were submitted. Loads write to the KV cache after that
 work. The compute stream waits for a job only in :meth:`CudaCopyHandler.order_before_compute`, and the host only in
@@ -41,10 +44,14 @@ logger = logging.getLogger("kv_tiering.copy")
 
 _STAGING_BYTES = 64 << 20
 _DIRECT_BYTES = 512 << 10
-"""Largest mean size of the pieces of a GPU block in a row that a kernel moves itself.
+"""Largest mean size of the pieces of a GPU block in a row that a kernel stores itself.
 
-On an H200 the driver's copies are as fast from here on, and faster by 5% from 1 MiB on.
+From here on the driver's copies are as fast on an H200, and faster by 5% from 1 MiB on. A kernel that stores beside a
+prefill also takes processors from it: products of matrices took 2.3 times as long on an H200, and 1.05 beside staged
+stores.
 """
+_DIRECT_CHUNK = 128 << 20
+"""Bytes that one kernel moves itself; the jobs within them end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class _Running:
     """The events behind the job's last chunk."""
     share: float
     """The job's part of the time until then: jobs of one submission share this time by their bytes."""
+    stream: Stream
+    """The stream of the submission's kernels; later jobs of the same stream end later."""
 
 
 class CudaCopyHandler(PlannedHandler):
@@ -111,14 +120,18 @@ class CudaCopyHandler(PlannedHandler):
         self._device: torch.device = kv_caches.tensors[0].tensor.device
         own = [group for group, pages in enumerate(layout.page_bytes) if pages]
         self._groups = {group: DeviceGroup.of(kv_caches, layout, group) for group in own}
+        is_load = direction is Direction.LOAD
         self._direct = {
-            group: maps_rows and pages.piece_bytes <= _DIRECT_BYTES for group, pages in self._groups.items()
+            group: maps_rows and (is_load or pages.piece_bytes <= _DIRECT_BYTES)
+            for group, pages in self._groups.items()
         }
         self._capacity = [self._blocks_in_half(size, staging_bytes // 2) for size in layout.gpu_block_bytes]
         # Requests wait for loads; no request waits for a store.
-        priority = -1 if direction is Direction.LOAD else 0
+        priority = -1 if is_load else 0
         self._kernels = self._api.Stream(device=self._device, priority=priority)
         self._bus = self._api.Stream(device=self._device, priority=priority)
+        self._first = self._api.Stream(device=self._device, priority=priority) if is_load else self._kernels
+        """Stream of the loads that a step needs, which do not wait for those before them."""
         self.halves = self._allocate_staging()
         """Halves of the staging buffer on the device; empty after the shutdown."""
         self._freed: list[Event | None] = [None, None]
@@ -146,7 +159,7 @@ class CudaCopyHandler(PlannedHandler):
 
     # ------------------------------------------------------------------------------------------------------- submission
 
-    def _start_all(self, orders: list[Order]) -> list[int]:
+    def _start_all(self, orders: list[Order], kernels: Stream | None = None) -> list[int]:
         if self._direction is Direction.STORE and not self._layout.writes:
             self._instant += [
                 TransferResult(order.job_id, True, transfer_type=Direction.STORE.value) for order in orders
@@ -162,7 +175,7 @@ class CudaCopyHandler(PlannedHandler):
         )
         for part in together:
             try:
-                self._submit_or_retry(part)
+                self._submit_or_retry(part, kernels or self._kernels)
             except RuntimeError as error:
                 logger.error("copy jobs %s failed: %s", [order.job_id for order in part], error, exc_info=error)
                 self._settle()  # the submitted part must not touch a row that is given to another block
@@ -171,7 +184,7 @@ class CudaCopyHandler(PlannedHandler):
 
     def _run_first(self, orders: list[Order]) -> None:
         """Submit the orders, and let the engine's stream wait; copy page by page what could not be submitted."""
-        refused = set(self._start_all(orders))
+        refused = set(self._start_all(orders, self._first))
         for order in orders:
             if order.job_id in refused:
                 self._move_pages(order)
@@ -198,41 +211,47 @@ class CudaCopyHandler(PlannedHandler):
             raise TransferError(f"copy job {order.job_id}, which the step needs, failed: {error}") from error
         self._instant.append(TransferResult(order.job_id, True, order.size, transfer_type=self._direction.value))
 
-    def _submit_or_retry(self, orders: list[Order]) -> None:
+    def _submit_or_retry(self, orders: list[Order], kernels: Stream) -> None:
         """Submit the orders; if the driver refuses a batched copy, queue single copies from now on."""
         try:
-            self._submit(orders)
+            self._submit(orders, kernels)
         except BatchCopyError as error:
             logger.warning("%s: %s; copies on this device are queued one by one from now on", self._device, error)
             self._settle()
             self._batch = None
-            self._submit(orders)
+            self._submit(orders, kernels)
 
-    def _submit(self, orders: list[Order]) -> None:
+    def _submit(self, orders: list[Order], kernels: Stream) -> None:
         self._rows.agree(self._device)
         compute = self._api.current_stream(self._device)
         # The bus goes last: the end of a job's last chunk is then the end of its chunks on both streams.
-        chunks = sorted(
-            chunks_of(orders, self._capacity.__getitem__), key=lambda chunk: not self._is_direct(chunk.pages.group)
-        )
+        chunks = sorted(chunks_of(orders, self._most_blocks), key=lambda chunk: not self._is_direct(chunk.pages.group))
+        all_direct = all(self._is_direct(chunk.pages.group) for chunk in chunks)
+        if not all_direct:
+            kernels = self._kernels  # the staging buffer is theirs
         begin = self._api.Event(enable_timing=True)
-        with self._api.stream(self._kernels):
+        with self._api.stream(kernels):
             numbers = self._upload([self._numbers(chunk.pages) for chunk in chunks])
-            self._kernels.wait_stream(compute)
+            kernels.wait_stream(compute)
             # A staged load may cross the bus before the KV cache may be written.
-            staged = self._direction is Direction.LOAD and not all(self._is_direct(part.pages.group) for part in chunks)
-            begin.record(self._bus if staged else self._kernels)
+            begin.record(kernels if all_direct or self._direction is Direction.STORE else self._bus)
             marks = [_Mark(begin, begin)]
             last = [0] * len(orders)
             for chunk, places in zip(chunks, numbers, strict=True):
-                marks.append(self._queue(chunk.pages, places))
+                marks.append(self._queue(chunk.pages, places, kernels))
                 for job in chunk.jobs:
                     last[job] = len(marks) - 1
         moved = 0
         for job, order in sorted(enumerate(orders), key=lambda entry: last[entry[0]]):
             moved += order.size
             mark = marks[last[job]]
-            self._running[order.job_id] = _Running(order.size, begin, mark, order.size / max(moved, 1))
+            self._running[order.job_id] = _Running(order.size, begin, mark, order.size / max(moved, 1), kernels)
+
+    def _most_blocks(self, group: int) -> int:
+        """Return the largest number of GPU blocks in a chunk."""
+        if self._is_direct(group):
+            return max(1, _DIRECT_CHUNK // self._layout.gpu_block_bytes[group])
+        return self._capacity[group]
 
     def _is_direct(self, group: int) -> bool:
         return self._direct[group] and self._rows.is_pinned
@@ -254,18 +273,19 @@ class CudaCopyHandler(PlannedHandler):
             tensor = tensor.pin_memory().to(self._device, non_blocking=True)
         return torch.split(tensor, [len(part) for part in numbers])
 
-    def _queue(self, pages: GroupPages, places: torch.Tensor) -> _Mark:
+    def _queue(self, pages: GroupPages, places: torch.Tensor, kernels: Stream) -> _Mark:
         """Queue the copies of one chunk, and return the events behind them.
 
         Args:
             pages: the GPU blocks and their rows.
             places: ids of the GPU blocks, on the device, and behind them their addresses in the rows if these are used.
+            kernels: the stream of the submission's kernels, which is the current one.
         """
         group, count = self._groups[pages.group], len(pages.gpu)
         if len(places) > count:
             self._kernel(group, places[:count], places[count:], store=self._direction is Direction.STORE, direct=True)
             end = self._api.Event(enable_timing=True)
-            end.record(self._kernels)
+            end.record(kernels)
             return _Mark(end, end)
         if self._direction is Direction.STORE:
             half, staging = self._next_half(self._kernels)
@@ -315,7 +335,7 @@ class CudaCopyHandler(PlannedHandler):
                 destination.copy_(source, non_blocking=True)
 
     def _settle(self) -> None:
-        for stream in (self._kernels, self._bus):
+        for stream in dict.fromkeys((self._kernels, self._first, self._bus)):
             try:
                 stream.synchronize()
             except RuntimeError as error:
@@ -325,10 +345,14 @@ class CudaCopyHandler(PlannedHandler):
 
     def get_finished(self) -> list[TransferResult]:
         results = self._take_instant()
+        busy = set[Stream]()
         for job_id, job in list(self._running.items()):
             try:
+                if job.stream in busy:
+                    continue  # a job that was submitted later ends later
                 if not job.mark.end.query():  # type: ignore[no-untyped-call]
-                    break  # a job that was submitted later ends later
+                    busy.add(job.stream)
+                    continue
                 seconds = job.begin.elapsed_time(job.mark.moved) / 1000.0 * job.share
                 results.append(TransferResult(job_id, True, job.size, seconds, self._direction.value))
             except RuntimeError as error:
