@@ -86,7 +86,7 @@ def options(layers: int, *, graphs: bool) -> dict[str, Any]:
         layers: number of layers of the model.
         graphs: True for CUDA graphs of the small steps, False for eager steps.
     """
-    captured = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    captured = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
     return {
         **({"enforce_eager": False, "compilation_config": captured} if graphs else {}),
         "load_format": "dummy",
