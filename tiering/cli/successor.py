@@ -52,7 +52,7 @@ def end_predecessor(path: Path) -> None:
     A service whose process cannot be signalled from here, as in another container, must be ended by somebody else.
 
     Raises:
-        ConfigError: the predecessor belongs to another user, or the kernel cannot tell when that process is dead.
+        ConfigError: the predecessor belongs to another user, or the kernel cannot report its death.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as peer:
         try:
