@@ -23,6 +23,8 @@ STEP_PAUSE = 0.001
 """Seconds that vLLM's engine core rests after a step without a run of the model, while work is open."""
 LONGEST_TAIL = 20.0
 """Most seconds from the last answer until nothing is in flight any more."""
+REST = 0.002
+"""Seconds without CPU time after which a process that the engine has started is at rest."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -92,11 +94,12 @@ class Answered:
     """Answers of an engine to a :class:`Load`, and their cost.
 
     Attributes:
-        cpu: CPU seconds of all threads, from the first request until nothing is in flight.
+        cpu: CPU seconds of all threads, from the first request until nothing is in flight, and ``children``.
         thread: CPU seconds of the engine's thread until the last answer.
         calls: its CPU seconds in calls of the connector, until then.
         draining: its CPU seconds from then on.
         copies: CPU seconds of the copies between GPU blocks and the CPU tier.
+        children: CPU seconds of the processes that the engine has started (``io: process``), until they rest.
         tail: seconds from the last answer until nothing is in flight.
         steps: steps of the engine until the last answer.
         runs: steps among them that ran the model.
@@ -110,6 +113,7 @@ class Answered:
     calls: float
     draining: float
     copies: float
+    children: float
     tail: float
     steps: int
     runs: int
@@ -177,6 +181,31 @@ class _CallTimes:
         return timed
 
 
+class _Children:
+    """The processes that this one has started."""
+
+    def __init__(self) -> None:
+        lists = Path("/proc/self/task").glob("*/children")
+        self._clocks = [~int(number) << 3 | 2 for path in lists for number in path.read_text().split()]
+        """Numbers of their CPU clocks, as of clock_getcpuclockid(3), which Python lacks."""
+
+    def seconds(self) -> float:
+        """Return their CPU seconds so far."""
+        return sum(map(time.clock_gettime, self._clocks))
+
+    def seconds_at_rest(self, deadline: float) -> float:
+        """Return their CPU seconds when they have used none for :data:`REST`."""
+        seconds = self.seconds()
+        while self._clocks:
+            time.sleep(REST)
+            before, seconds = seconds, self.seconds()
+            if seconds == before:
+                break
+            if time.perf_counter() > deadline:
+                raise RuntimeError("a process that the engine has started does not rest")
+        return seconds
+
+
 class _Engine:
     """A vLLM engine that is stepped by hand, as its core's loop does it."""
 
@@ -219,6 +248,8 @@ class _Engine:
         first: dict[str, float] = {}
         ended: dict[str, Any] = {}
         steps, self._runs, self._pauses = 0, 0, load.pauses
+        children = _Children()
+        worked = children.seconds()
         copies, calls, cpu, thread = self._copy_seconds(), self._calls.seconds, time.process_time(), time.thread_time()
         while len(ended) < len(waiting):
             while len(arrived) < len(waiting) and len(arrived) - len(ended) < load.at_once:
@@ -239,12 +270,15 @@ class _Engine:
             self._step()
             if time.perf_counter() - began > LONGEST_TAIL:
                 raise RuntimeError(f"copies or tiers did not end within {LONGEST_TAIL:g} s")
+        cpu, draining = time.process_time() - cpu, time.thread_time() - draining
+        worked = children.seconds_at_rest(began + LONGEST_TAIL) - worked
         return Answered(
-            cpu=time.process_time() - cpu,
+            cpu=cpu + worked,
             thread=thread,
             calls=calls,
-            draining=time.thread_time() - draining,
+            draining=draining,
             copies=self._copy_seconds() - copies,
+            children=worked,
             tail=time.perf_counter() - began,
             steps=steps,
             runs=runs,

@@ -28,7 +28,7 @@ from benchmarks.harness import (
     write_json,
     write_section,
 )
-from benchmarks.vllm_overhead import check_answers
+from benchmarks.vllm_overhead import PROCESS, check_answers
 from benchmarks.vllm_overhead_engine import Answered
 from tests.copy.fake_cuda import FakeCuda
 
@@ -115,8 +115,8 @@ def test_the_interval_of_a_median_covers_processes_that_differ_as_long_as_they_l
     assert apart.high - apart.low < together.high - together.low
 
 
-def answered(cached: int, answer: int = 7) -> Answered:
-    return Answered(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, 1, [0.1], [cached], [[answer]])
+def answered(cached: int, answer: int = 7, children: float = 0.0) -> Answered:
+    return Answered(1.0, 1.0, 0.0, 0.0, 0.0, children, 0.0, 1, 1, [0.1], [cached], [[answer]])
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,15 @@ def test_a_round_of_the_overhead_counts_only_if_all_came_back_and_no_answer_is_w
         return
     with pytest.raises(RuntimeError, match=fault):
         check_answers(work)
+
+
+def test_a_round_in_which_the_tiers_process_took_no_cpu_does_not_count() -> None:
+    new = {"new": answered(0), "long new": answered(0)}
+    counted = {part: answered(0, children=0.1) for part in new}
+    back = {"again": answered(96), "long again": answered(4064)}  # from the CPU tier: its process may have rested
+    check_answers({"none": new, PROCESS: counted | back})
+    with pytest.raises(RuntimeError, match="process was not counted"):
+        check_answers({"none": new, PROCESS: counted | back | {"long new": answered(0)}})
 
 
 def test_a_plot_has_a_mark_for_each_cell_and_shows_where_the_better_choice_is() -> None:

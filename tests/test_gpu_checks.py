@@ -215,7 +215,8 @@ class Served:
             cached = order.length - self.missing if order.seeds in self.seen else 0
             self.seen.add(order.seeds)
             count = len(order.seeds)
-            self.answer = Answered(0.1, 0.2, 0.0, 0.0, 0.0, 0.5, 1, 1, [0.02] * count, [cached] * count, [[1]] * count)
+            each = [0.02] * count, [cached] * count, [[1]] * count
+            self.answer = Answered(0.1, 0.2, 0.0, 0.0, 0.0, 0.0, 0.5, 1, 1, *each)
 
     def poll(self, timeout: float) -> bool:
         return True
