@@ -52,9 +52,10 @@ LEAST_WEIGHT = 0.1
 """Weight of the latest step without a prompt in the estimate of its duration."""
 
 OUTLIER = 1.5
-"""Largest quotient of a step's duration and the expected one that counts, unless the last step was long, too.
+"""Largest quotient of a step's duration and the expected one; a longer step counts as long as that.
 
-One long step among many short ones, by other work on the machine, would let loads look better than they are.
+One long step among many short ones, by other work on the machine, would let loads look better than they are. The second
+of two long steps counts as it is.
 """
 
 OFFSET_SECONDS = 300.0
