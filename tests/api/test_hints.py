@@ -151,6 +151,24 @@ def test_actions_beyond_the_bound_are_not_even_looked_at() -> None:
     assert len(parse_hints(params(hints=[*actions, Unread()])).released) == MAX_ACTIONS
 
 
+class Huge(str):
+    """A text of megabytes, which nobody may read on the scheduler's thread."""
+
+    __slots__ = ()
+
+    def encode(self, *how: str) -> bytes:
+        raise AssertionError(how)
+
+    def lower(self) -> str:
+        raise AssertionError
+
+
+def test_a_long_name_or_type_is_refused_by_its_length() -> None:
+    name, kind = Huge("s" * (1 << 20)), Huge("release" * (1 << 17))
+    hints = parse_hints(params(session_id=name, hints=[action(session_id=name), action(kind)]), salt="tenant")
+    assert (hints.session, hints.released, len(hints.malformed), hints.unknown) == (None, (), 2, 1)
+
+
 def test_an_object_that_is_no_envelope_is_malformed() -> None:
     assert list(parse_hints(None, "s", object()).malformed) == ["hints: is not a list of actions"]
 

@@ -41,6 +41,9 @@ RELEASE, RETAIN, PIN, EXPECT, PREFETCH = "release", "retain", "pin", "expect", "
 ACTIONS = {"demote": RELEASE, **{name: name for name in (RELEASE, RETAIN, PIN, EXPECT, PREFETCH)}}
 """Type of an action in lower case → its name here."""
 
+LONGEST_TYPE = max(map(len, ACTIONS))
+"""Length of the longest name of an action; a longer type is not looked at."""
+
 EXPECT_FACTOR = 1.5
 """Quotient of the time for which *expect* retains blocks and the time after which the session returns."""
 
@@ -194,7 +197,7 @@ def parse_hints(
         where = f"hints[{number}]"
         if not isinstance(kind, str) or not isinstance(payload, Mapping):
             reader.malformed.append(f"{where}: is not an action with action_type (a text) and payload (a mapping)")
-        elif (name := ACTIONS.get(kind.lower())) is None or name not in allowed:
+        elif len(kind) > LONGEST_TYPE or (name := ACTIONS.get(kind.lower())) is None or name not in allowed:
             reader.unknown += 1
         else:
             reader.read(name, payload, session, where)
@@ -262,7 +265,9 @@ class _Reader:
         """Return the digest of a session's name; None for no name, or for a malformed one."""
         if name is None and where == "session_id":
             return None
-        encoded = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b""
+        # A client may send megabytes, and this is the scheduler's thread: the length is looked at first.
+        is_short = isinstance(name, str) and len(name) <= MAX_SESSION_BYTES
+        encoded = str(name).encode("utf-8", "surrogatepass") if is_short else b""
         if not 0 < len(encoded) <= MAX_SESSION_BYTES:
             self.malformed.append(f"{where}: {shown(name)} is not a text of 1 to {MAX_SESSION_BYTES} bytes")
             return None
