@@ -43,9 +43,9 @@ def test_a_request_is_explained_span_by_span(engine: ExplainService) -> None:
     assert len(remedies) == 3  # nothing can be done about the end of the prompt
 
 
-def test_each_cause_but_new_and_the_remainder_has_a_remedy() -> None:
+def test_each_cause_but_the_remainder_has_a_remedy() -> None:
     words = {one.word for one in (*MissCause, *Reason)}
-    assert REMEDIES.keys() - {"unstored cpu"} == words - {"new", "remainder", "unserved", ""}
+    assert REMEDIES.keys() - {"unstored cpu"} == words - {"remainder", "unserved", "not_allowed", ""}
 
 
 def test_what_the_remedies_name_is_documented() -> None:
@@ -63,6 +63,7 @@ def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainServ
         ["8", "30.8%", "diverged:"],
         ["2", "7.7%", "remainder:"],
     ]
+    assert lines[1].endswith("; about 1.1 times the capacity would have kept half of them, 1.1 times nine tenths")
     assert f"({REASONS[Reason.GAP]})" in lines[3]
     assert "to do: look at the cause of the missing block" in lines[4]
 
@@ -75,7 +76,7 @@ def test_the_answer_is_printed_as_data(engine: ExplainService) -> None:
 def test_an_unknown_request_is_a_finding(engine: ExplainService) -> None:
     done = kv_tiering("why", "other")
     assert (done.code, done.out) == (1, "")
-    assert "request other is unknown" in done.err
+    assert done.err == "request other is unknown, or is not among the last 1 requests; the latest: cmpl-7\n"
 
 
 @pytest.mark.parametrize("words", [(), ("cmpl-7", "--top")])

@@ -355,28 +355,49 @@ def test_a_request_that_may_not_load_names_no_other_cause(tmp_path: Path) -> Non
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         params = {"kv_tiering": {"load": False}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, MissCause.NOT_ALLOWED, "", NONE)
+        parameters = (0, 16, MissCause.NOT_ALLOWED, "", Reason.PARAMETERS)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == parameters
 
 
-def test_blocks_without_keys_were_not_allowed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"block_hashes": []}, Reason.ADAPTER),  # as those of an adapter whose files are not known
+        ({"skip_reading_prefix_cache": True}, Reason.LOGPROBS),
+        ({"skip_reading_prefix_cache": True, "block_hashes": []}, Reason.LOGPROBS),
+    ],
+)
+def test_what_must_be_computed_in_any_case_names_the_reason(
+    tmp_path: Path, fields: dict[str, Any], reason: Reason
+) -> None:
     with rig(tmp_path) as one:
-        request = FakeRequest("a", list(PROMPT))
-        request.block_hashes = []  # as those of an adapter whose files are not known
+        one.run(PROMPT, "a")
+        request = FakeRequest("b", list(PROMPT))
+        for word, value in fields.items():
+            setattr(request, word, value)
         one.begin(request)
         one.misses.explainer.settle()
-        found = one.misses.explainer.answer("a")
+        found = one.misses.explainer.answer("b")
         assert found is not None
-        assert [(span.first, span.end, span.cause) for span in found.spans] == [
-            (0, 16, MissCause.NOT_ALLOWED),
-            (16, 18, MissCause.REMAINDER),
+        assert [(span.first, span.end, span.cause, span.reason) for span in found.spans] == [
+            (0, 16, MissCause.NOT_ALLOWED, reason),
+            (16, 18, MissCause.REMAINDER, NONE),
         ]
+
+
+def test_prompts_that_come_during_a_reset_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig(tmp_path) as one:
+        one.run(PROMPT, "a")
+        monkeypatch.setattr(one.scheduler, "_is_paused", lambda: True)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.NOT_ALLOWED, "", Reason.RESET)
 
 
 def test_tokens_behind_the_limit_of_a_request_were_not_allowed(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         params = {"kv_tiering": {"max_load_tokens": 8}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (8, 16, MissCause.NOT_ALLOWED, "", NONE)
+        behind = (8, 16, MissCause.NOT_ALLOWED, "", Reason.PARAMETERS)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == behind
 
 
 def test_tiers_that_the_request_leaves_out_were_not_allowed(tmp_path: Path) -> None:
@@ -384,7 +405,8 @@ def test_tiers_that_the_request_leaves_out_were_not_allowed(tmp_path: Path) -> N
         one.run(PROMPT, "a")
         one.evict("cpu")
         params = {"kv_tiering": {"tiers": ["cpu"]}}
-        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == (0, 16, MissCause.NOT_ALLOWED, "", NONE)
+        left_out = (0, 16, MissCause.NOT_ALLOWED, "", Reason.PARAMETERS)
+        assert one.causes(PROMPT, "b", kv_transfer_params=params)[0] == left_out
 
 
 def test_a_load_that_fails_on_the_gpu_is_counted_as_such(tmp_path: Path) -> None:

@@ -68,7 +68,20 @@ def test_an_answer_follows_all_notes_before_the_question(tmp_path: Path) -> None
 def test_an_unknown_request_is_named(tmp_path: Path) -> None:
     with service(computed(), tmp_path / "s") as one:
         error = ask(one.path, {"request": "b"})["error"]
-    assert error == "request b is unknown, or is not among the last 1 requests"
+    assert error == "request b is unknown, or is not among the last 1 requests; the latest: a"
+
+
+def test_an_unknown_request_is_answered_with_the_latest_ones(tmp_path: Path) -> None:
+    explainer = make_explainer()
+    with service(explainer, tmp_path / "s") as one:
+        assert (
+            ask(one.path, {"request": "b\n"})["error"] == "request 'b\\n' is unknown: no request has begun to compute"
+        )
+        for name in ["first", "second", "third", "fourth\x1b[2J"]:
+            explainer.missed(Missed(name, 17, 0, 17, 16, keys_of(*range(4)), None))
+            explainer.started(name, 0)
+        error = ask(one.path, {"request": "b"})["error"]
+    assert error.endswith("among the last 4 requests; the latest: 'fourth\\x1b[2J', third, second")
 
 
 @pytest.mark.parametrize("question", [{}, {"request": 7}, {"top": False}])

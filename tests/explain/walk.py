@@ -156,7 +156,8 @@ def causes_of(explanation: Explanation) -> list[Planted]:
     tokens: list[Planted] = []
     for span in explanation.spans:
         assert span.first == begin + len(tokens)
-        assert (span.reason is Reason.NONE) == (span.cause is not MissCause.UNSERVED)
+        has_reason = span.cause in (MissCause.UNSERVED, MissCause.NOT_ALLOWED)
+        assert (span.reason is not Reason.NONE) == has_reason
         tokens += [(span.cause, span.tier)] * (span.end - span.first)
     assert len(tokens) == explanation.computed
     return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,12 @@ class Asked:
         self.computed = 0
 
     def ask(
-        self, tokens: list[int], salt: str | None = None, params: dict[str, Any] | None = None, lora: Any = None
+        self,
+        tokens: list[int],
+        salt: str | None = None,
+        params: dict[str, Any] | None = None,
+        lora: Any = None,
+        **sampling: Any,
     ) -> str:
         """Answer a prompt from the tiers, not from the GPU's cache; return the id of the request."""
         self.running.settle()
@@ -39,7 +45,7 @@ class Asked:
         salted = {} if salt is None else {"cache_salt": salt}
         extra = {"extra_args": {"kv_transfer_params": params}} if params else {}
         (output,) = self.running.llm.generate(
-            [{"prompt_token_ids": tokens, **salted}], _greedy(1, **extra), use_tqdm=False, lora_request=lora
+            [{"prompt_token_ids": tokens, **salted}], _greedy(1, **extra, **sampling), use_tqdm=False, lora_request=lora
         )
         self.running.settle()
         self.computed += len(tokens) - output.num_cached_tokens
@@ -62,9 +68,9 @@ class Asked:
         assert done.code == 0, done.err
         return [line for line in done.out.splitlines()[1:-1] if "    to do: " not in line]
 
-    def first_line(self, tokens: list[int]) -> str:
+    def first_line(self, tokens: list[int], **asked: Any) -> str:
         """Return the line of the command about the first tokens of a new request."""
-        return self.answer(self.ask(tokens))[0].partition(": ")[2]
+        return self.answer(self.ask(tokens, **asked))[0].partition(": ")[2]
 
     def check_sum(self) -> None:
         """Compare the counters with the prompt tokens that vLLM has computed."""
@@ -91,8 +97,15 @@ def test_the_causes_of_a_cpu_tier(llama: Path, tmp_path: Path) -> None:
         assert one.why(first) == ["remainder"]
         assert one.why(first[: 3 * BLOCK] + other[: 200 - 3 * BLOCK]) == ["diverged", "remainder"]
         assert one.why(first, params={"kv_tiering": {"load": False}}) == ["not_allowed", "remainder"]
+        for words in ({"load": False}, {"max_load_tokens": 2 * BLOCK}, {"load": "no such value"}):
+            assert f"({REASONS[Reason.PARAMETERS]})" in one.first_line(first, params={"kv_tiering": words})
+        assert f"({REASONS[Reason.LOGPROBS]})" in one.first_line(first, prompt_logprobs=1)
+        unknown = kv_tiering("why", "no such request", "--socket", one.socket).err
+        assert one.answer(unknown.split("; the latest: ")[1].split(",")[0])[0].endswith(f"({REASONS[Reason.LOGPROBS]})")
         one.fill(1)
         assert one.why(first) == ["evicted cpu", "remainder"]
+        top = kv_tiering("why", "--top", "--socket", one.socket).out
+        assert re.search(r"evicted from cpu; about [0-9.]+ times the capacity would have kept half of them, ", top)
         one.ask(other, params={"kv_tiering": {"store": False}})
         assert one.why(other)[-2:] == ["unstored cpu", "remainder"]
         theirs = prompt(3)
@@ -146,7 +159,10 @@ def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path) ->
             return one.first_line(prompts[number])
 
         assert f"({REASONS[Reason.LATE]})" in line(0, gets={Fault.DELAY: 1.0}, delay=1.0)
-        assert f"({REASONS[Reason.FAILED]})" in line(1, gets={Fault.PERMANENT: 1.0})
+        assert f"({REASONS[Reason.LATE]})" in line(1, gets={Fault.HANG: 1.0})
+        chaos.release()
+        assert f"({REASONS[Reason.FAILED]})" in line(2, gets={Fault.PERMANENT: 1.0})
+        assert f"({REASONS[Reason.UNAVAILABLE]})" in line(3)  # too many errors have taken it out of service
         chaos._plan = replace(chaos._plan, gets={})
         one.check_sum()
 
@@ -174,7 +190,8 @@ def test_the_tokens_of_another_adapter_are_named(llama: Path, tmp_path: Path) ->
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}
     with asked(llama, tmp_path, [], **options) as one:
         adapter = LoRARequest("one", 1, str(path))
-        one.ask(prompt(9)[:8], lora=adapter)  # the worker reports the adapter's content
+        # With this request, the worker reports the adapter's content.
+        assert f"({REASONS[Reason.ADAPTER]})" in one.first_line(prompt(9), lora=adapter)
         one.ask(prompt(1), salt="mine")
         assert one.why(prompt(1), salt="mine", lora=adapter) == ["other_adapter", "remainder"]
         one.ask(prompt(2), salt="theirs")

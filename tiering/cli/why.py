@@ -28,8 +28,9 @@ from tiering.explain.service import ask, runtime_directory, sockets
 def why(request: str | None, top: bool, path: Path | None, as_json: bool) -> int:
     """Show why an engine computed the prompt tokens of a request.
 
-    REQUEST is the id of one of the last requests. The engine's stack needs the word explain, and the command runs on
-    the engine's machine, as the engine's user. No answer has tokens.
+    REQUEST is the id of one of the last requests, as the client got it; the answer about an unknown one names the
+    latest ids. The engine's stack needs the word explain, and the command runs on the engine's machine, as the engine's
+    user. No answer has tokens.
 
     \b
     Examples:
@@ -80,7 +81,7 @@ def _lines(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _words(span: dict[str, Any]) -> str:
-    """Return the sentence about neighbouring tokens with one cause."""
+    """Return the sentence about tokens with one cause."""
     text = _cause(span)
     if "token" in span:
         text += f"; the first token that differs is {span['token']}"
@@ -89,6 +90,9 @@ def _words(span: dict[str, Any]) -> str:
         text += f", {oldest} ago" if newest == oldest else f", {newest} to {oldest} ago"
     if "factor" in span:
         text += f"; about {span['factor']:g} times the capacity would have kept them"
+    if "factors" in span:
+        half, most = span["factors"]
+        text += f"; about {half:.2g} times the capacity would have kept half of them, {most:.2g} times nine tenths"
     return text
 
 
@@ -113,6 +117,6 @@ def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
     total = sum(one["tokens"] for one in causes)
     yield f"{total} prompt tokens computed in the last hour"
     for one in causes:
-        yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_cause(one)}"
+        yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_words(one)}"
         yield from _remedies(one, " " * 22)
     yield f"(nothing is known from before the last {duration(answer['followed_seconds'])})"

@@ -14,6 +14,7 @@ from tiering.api.manager import OffloadingEvent, OffloadingManager
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.hits import HitSearch
 from tiering.connector.requests import RequestState
+from tiering.explain.causes import Reason
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.past_prompts import NO_PROMPT, Prompt
 from tiering.explain.service import ExplainService
@@ -101,17 +102,18 @@ class Misses:
         coverable = max(first, min(prompt // size - ahead, (prompt - self._to_leave) // size))
         missed = keys[first : max(first, min(coverable, len(keys) - ahead))]
         allowed = 0 if paused or not state.may_load else prompt
+        refusal = Reason.RESET if paused else _refusal(state)
         if state.policy.max_load_tokens is not None:
             allowed = min(allowed, state.policy.max_load_tokens)
-        if first + len(missed) < coverable:  # the blocks of an adapter that is not known have no keys
-            allowed = min(allowed, (first + len(missed)) * size)
+        end = (first + len(missed)) * size
+        if first + len(missed) < coverable and end < allowed:  # the blocks of an adapter that is not known have no keys
+            allowed, refusal = end, Reason.ADAPTER
         outcome = self._manager.lookup_outcome(missed[0], state.ctx) if missed else None
         if outcome is not None and state.parted_at > state.filled_tokens:
             outcome = outcome._replace(cut=True)
         tokens = _prompt(state)
-        self.explainer.missed(
-            Missed(state.ctx.req_id, prompt, state.filled_tokens, allowed, coverable * size, missed, outcome, tokens)
-        )
+        name, filled = state.ctx.req_id, state.filled_tokens
+        self.explainer.missed(Missed(name, prompt, filled, allowed, coverable * size, missed, outcome, tokens, refusal))
 
     def end_step(self, started: Iterable[Any]) -> None:
         """Note what the tiers did, and the requests that begin to compute.
@@ -135,6 +137,15 @@ class Misses:
     def shut_down(self) -> None:
         """End the explainer's thread, and remove its socket."""
         self.service.stop(STOP_SECONDS)
+
+
+def _refusal(state: RequestState) -> Reason:
+    """Return the reason why a request must not load, if it must not."""
+    if state.variant is not None and state.variant.is_void:
+        return Reason.ADAPTER
+    if getattr(state.request, "skip_reading_prefix_cache", False):
+        return Reason.LOGPROBS
+    return Reason.PARAMETERS
 
 
 def _prompt(state: RequestState) -> Prompt:

@@ -30,7 +30,7 @@ class MissCause(IntEnum):
 
 
 class Reason(IntEnum):
-    """Reason why a block that a tier holds was not loaded."""
+    """Reason why a block was not loaded that a tier holds, or that must not be loaded."""
 
     NONE = 0
     GAP = 1
@@ -40,6 +40,10 @@ class Reason(IntEnum):
     UNAVAILABLE = 5
     GATED = 6
     CONTROL = 7
+    PARAMETERS = 8
+    LOGPROBS = 9
+    ADAPTER = 10
+    RESET = 11
 
     @property
     def word(self) -> str:
@@ -52,7 +56,7 @@ OF_A_TIER = frozenset((MissCause.UNSERVED, MissCause.UNSTORED, MissCause.EVICTED
 
 SENTENCES = {
     MissCause.REMAINDER: "the end of the prompt, which no hit can cover",
-    MissCause.NOT_ALLOWED: "no load was allowed: request parameters, logprobs of the prompt, an adapter, or a reset",
+    MissCause.NOT_ALLOWED: "no load was allowed",
     MissCause.UNSERVED: "{tier} has stored the block, and it was not loaded",
     MissCause.UNSTORED: "computed before, and {tier} did not take it",
     MissCause.EVICTED: "evicted from {tier}",
@@ -73,28 +77,38 @@ REASONS = {
     Reason.GATED: "computing was expected to take less time than a load, or load_or_compute is never",
     Reason.CONTROL: "the tier was not asked, to measure what its loads save",
     Reason.UNAVAILABLE: "the tier did not offer it when asked: out of service, too late, or gone from the medium",
+    Reason.PARAMETERS: "the request's kv_transfer_params exclude it",
+    Reason.LOGPROBS: "the request needs all of its prompt computed, for logprobs of the prompt or pooling",
+    Reason.ADAPTER: "the files of its adapter are not known yet, or have changed",
+    Reason.RESET: "the caches were being reset",
 }
-"""Sentence of each reason why a held block was not loaded."""
+"""Sentence of each reason why a block was not loaded."""
 
 REMEDIES = {
-    "not_allowed": "look at the request's kv_tiering parameters, and at its adapter",
     "unstored": "look at admission, stores_dropped, stores_evicted and cascades_failed of {tier}",
     "unstored cpu": "nothing, if the request had store: false, or another one computed the same at once; else look at "
     "stores_without_room",
     "evicted": "give {tier} more capacity, or put a slower tier behind it",
     "lost": "look at ttl and corrupt_blocks of {tier}, and at the lifecycle rule of its bucket",
+    "new": "nothing, if no such prompt came in the known time; after a change of model, dtype, layout or salt, see "
+    "kv-tiering inspect",
     "diverged": "if the prompts should be alike, move times, names and ids to the end of the template",
     "other_adapter": "nothing, if the requests are meant to use different adapters",
     "load_failed": "look at loads_failed and hits_shrunk, and at the log of the workers",
     "unexamined": "set a larger explain.blocks",
     "gap": "look at the cause of the missing block: it stands in front, or is one of a window"
     " (which are stored as --prefix-cache-retention-interval says)",
-    "late": "nothing, if loads_cut of {tier} grows, for computing took less time; else set a larger load_deadline, or "
-    "give the CPU tier more capacity",
+    "late": "nothing, if loads_cut of {tier} grows, for computing took less time; else look at loads_overdue and the "
+    "log for a medium that hangs; if it is only slow, set a larger load_deadline, or give the CPU tier more capacity",
     "failed": "look at the log, and at promotions_failed of {tier}",
     "short": "nothing, if so few blocks are not worth a load; else set a smaller min_prefix_blocks for {tier}",
     "gated": "nothing, if {tier} is as slow as `kv-tiering top` and `bench` show; else set load_or_compute: always",
     "control": "nothing: controls cost at most 0.5% of what loads save; load_or_compute: always has none",
     "unavailable": "look at available, breaker_state and lookups_late of {tier}, and at the log",
+    "parameters": "look at load, max_load_tokens and tiers in the request's kv_transfer_params; the log names invalid "
+    "ones, which exclude all loads",
+    "logprobs": "nothing, if the client needs the prompt's logprobs or all hidden states; else let it ask for none",
+    "adapter": "nothing, if few requests: an adapter's first ones; else look at the log for changes of its files",
+    "reset": "nothing: a reset ends within seconds",
 }
 """Remedy of a miss, by the word of its reason, or of its cause if it has none."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from tiering.api.manager import LookupOutcome, OffloadingEvent, Unstored
 from tiering.api.masking import shown_name
 from tiering.explain.causes import OF_A_TIER, MissCause, Reason
 from tiering.explain.explanation import Explanation, Span, summary
+from tiering.explain.last_hour import Causes, LastHour
 from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
 from tiering.explain.past_prompts import NO_PROMPT, PastPrompts, Prompt
 from tiering.runtime.forks import inert_in_children
@@ -42,13 +43,10 @@ MAX_WAITING_TOKENS = 1 << 20
 MAX_OPEN = 1 << 16
 """Largest number of requests that have not begun to compute and are remembered."""
 
-MINUTES = 60
-"""Minutes that the most expensive causes are summed over."""
-
 _PIECE = 128
 """Blocks that are processed before other threads may run; that takes about 0.1 ms."""
 
-_CAUSE_UNIT, _TIER_UNIT = 64, 8
+_CAUSE_UNIT, _TIER_UNIT = 256, 16
 """Units of the numbers that stand for a cause, a tier and a reason."""
 
 Totals = Mapping[tuple[MissCause, str], int]
@@ -74,6 +72,8 @@ class Missed(NamedTuple):
     """Result of the lookup of the first of them; None: nothing is known."""
     tokens: Prompt = NO_PROMPT
     """The prompt's tokens, as far as they are to be compared; default: none."""
+    refusal: Reason = Reason.PARAMETERS
+    """Reason why no load is allowed behind ``allowed``; default: the request's parameters."""
 
 
 class _Started(NamedTuple):
@@ -132,9 +132,9 @@ class Explainer:
         self._most_requests = explaining.requests
         self._open: dict[str, tuple[Missed, list[Span], float]] = {}
         self._explained: OrderedDict[str, Explanation] = OrderedDict()
-        self.sums: Counter[tuple[MissCause, str, Reason]] = Counter()
+        self.sums: Causes = Counter()
         """Tokens by cause, tier and reason since the start."""
-        self._minutes: deque[tuple[int, Counter[tuple[MissCause, str, Reason]]]] = deque(maxlen=MINUTES)
+        self._hour = LastHour()
         # Only the parent's thread processes notes.
         inert_in_children(self, ("events", "unstored", "missed", "started", "ended", "reset"))
 
@@ -242,10 +242,17 @@ class Explainer:
         """Return True if a request has not begun to compute."""
         return req_id in self._open or any(name.startswith(f"{req_id}-") for name in self._open)
 
-    def last_hour(self) -> Counter[tuple[MissCause, str, Reason]]:
+    def latest(self, count: int) -> list[str]:
+        """Return the ids of the latest requests with an explanation, the latest first."""
+        return list(islice(reversed(self._explained), count))
+
+    def last_hour(self) -> Causes:
         """Return the tokens by cause, tier and reason of the last hour."""
-        first = int(self._clock() // 60) - MINUTES
-        return sum((tokens for minute, tokens in self._minutes if minute > first), Counter())
+        return self._hour.tokens(self._minute)
+
+    def multiples(self, tier: str) -> tuple[float, float] | None:
+        """Return :meth:`LastHour.multiples` of a tier."""
+        return self._hour.multiples(self._minute, tier)
 
     @property
     def requests(self) -> int:
@@ -282,6 +289,10 @@ class Explainer:
                 self._blocks.seen(hashes, self._time)
             if digest := self._prompts.digest(note.tokens):
                 self._prompts.add(digest)
+
+    @property
+    def _minute(self) -> int:
+        return int(self._clock() // 60)
 
     @property
     def _time(self) -> int:
@@ -327,8 +338,10 @@ class Explainer:
                 self._blocks.seen(hashes, self._time)
         end = (first + len(missed.keys)) * size
         if end < missed.coverable:
-            cause = MissCause.UNEXAMINED if missed.allowed > end else MissCause.NOT_ALLOWED
-            spans.append(Span(end, missed.coverable, cause))
+            if missed.allowed > end:
+                spans.append(Span(end, missed.coverable, MissCause.UNEXAMINED))
+            else:
+                spans.append(Span(end, missed.coverable, MissCause.NOT_ALLOWED, reason=missed.refusal))
         spans.append(Span(max(end, missed.coverable), missed.prompt, MissCause.REMAINDER))
         return spans
 
@@ -354,7 +367,7 @@ class Explainer:
         codes[declined] = _code(MissCause.UNSTORED) + (unstored.astype(np.int64)[declined] - 1) * _TIER_UNIT
         self._add_held(codes, missed.outcome, records.held)
         allowed = max(0, missed.allowed // self._block_tokens - first)
-        codes[allowed:] = _code(MissCause.NOT_ALLOWED)
+        codes[allowed:] = _code(MissCause.NOT_ALLOWED) + int(missed.refusal)
         return codes
 
     def _compare_tokens(self, codes: NDArray[np.int64], missed: Missed, first: int) -> int | None:
@@ -388,7 +401,7 @@ class Explainer:
         if outcome is not None:
             for name, _ in outcome.tiers:
                 usable |= np.uint32(1 << self._index.get(name, 0))
-        codes[held > 0] = _code(MissCause.NOT_ALLOWED)
+        codes[held > 0] = _code(MissCause.NOT_ALLOWED) + int(Reason.PARAMETERS)
         held = held & usable
         lowest = held & (~held + np.uint32(1))
         tiers = np.log2(np.maximum(lowest, 1)).astype(np.int64)
@@ -467,12 +480,9 @@ class Explainer:
         self._explained[started.req_id] = explanation
         while len(self._explained) > self._most_requests:
             self._explained.popitem(last=False)
-        minute = int(self._clock() // 60)
-        if not self._minutes or self._minutes[-1][0] != minute:
-            self._minutes.append((minute, Counter()))
+        self._hour.add(self._minute, final)
         for span in final:
             self.sums[span.cause, span.tier, span.reason] += span.end - span.first
-            self._minutes[-1][1][span.cause, span.tier, span.reason] += span.end - span.first
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s computed %s", shown_name(started.req_id), summary(final))
 

@@ -20,7 +20,7 @@ class Span(NamedTuple):
     tier: str = ""
     """Name of the tier that the cause names; empty for causes without one."""
     reason: Reason = Reason.NONE
-    """Reason of :attr:`MissCause.UNSERVED`."""
+    """Reason of :attr:`MissCause.UNSERVED` and :attr:`MissCause.NOT_ALLOWED`."""
     ages: tuple[float, float] | None = None
     """Smallest and largest age of the evictions or losses in seconds; None for other causes."""
     factor: float | None = None

@@ -19,7 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tiering.api.masking import shown_name
 from tiering.errors import ConfigError, TemporaryStoreError
+from tiering.explain.causes import MissCause
 from tiering.explain.explainer import Explainer
 from tiering.runtime.door import bind_socket, is_listening
 from tiering.runtime.forks import inert_in_children
@@ -38,6 +40,9 @@ LONGEST_ANSWER = 1 << 24
 
 _CLIENT_SECONDS = 1.0
 """Seconds for which one client may keep the thread."""
+
+_LATEST = 3
+"""Number of ids that the answer about an unknown request names."""
 
 _numbers = count(1)
 
@@ -205,7 +210,9 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
     if isinstance(question, dict) and question.get("top") is True:
         totals = explainer.last_hour()
         causes = [
-            {"cause": cause.word, "tier": tier, "tokens": tokens} | ({"reason": reason.word} if reason else {})
+            {"cause": cause.word, "tier": tier, "tokens": tokens}
+            | ({"reason": reason.word} if reason else {})
+            | ({"factors": factors} if cause is MissCause.EVICTED and (factors := explainer.multiples(tier)) else {})
             for (cause, tier, reason), tokens in totals.most_common()
         ]
         return {"causes": causes, "requests": explainer.requests, "followed_seconds": explainer.followed_seconds}
@@ -216,5 +223,9 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
     if found is not None:
         return found.as_dict()
     if explainer.is_waiting(name):
-        return {"error": f"request {name} has not begun to compute"}
-    return {"error": f"request {name} is unknown, or is not among the last {explainer.requests} requests"}
+        return {"error": f"request {shown_name(name)} has not begun to compute"}
+    unknown = f"request {shown_name(name)} is unknown"
+    if not (latest := explainer.latest(_LATEST)):
+        return {"error": f"{unknown}: no request has begun to compute"}
+    names = ", ".join(map(shown_name, latest))
+    return {"error": f"{unknown}, or is not among the last {explainer.requests} requests; the latest: {names}"}
