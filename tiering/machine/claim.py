@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -142,7 +143,8 @@ def _ask(path: str, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSock
         peer.settimeout(HANDSHAKE_SECONDS)
         peer.connect(path)
         ((message, _),) = messages([pack(Record(Kind.CLAIM, text=text))], 0)
-        socket.send_fds(peer, [message], list(shown))
+        with suppress(BrokenPipeError):  # a service that hangs up at once has sent its reason before
+            socket.send_fds(peer, [message], list(shown))
         answer, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 2, socket.MSG_CMSG_CLOEXEC)
         if not answer:
             raise TieringError("the service hung up")
