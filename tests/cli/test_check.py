@@ -173,6 +173,10 @@ def test_an_inclusive_cpu_tier_below_one_and_a_half_of_the_engines_cache(
     found = json.loads(kv_tiering("check", stack, "--json", "--device-cache", cache).out)["findings"]
     remedies = [item["remedy"] for item in found if item["subject"] == "inclusion"]
     assert remedies == ["set primary.inclusion: exclusive, or raise primary.capacity"] * told
+    lost = [item["text"] for item in found if item["subject"] == "exclusive"]
+    assert [text.partition(" is lost ")[0] for text in lost] == ["what only the engine's own cache holds"] * (
+        inclusion == "exclusive"
+    )
 
 
 @pytest.mark.parametrize(("least", "prefetch", "told"), [(256, "1MiB", 0), (257, "1MiB", 1), (257, None, 0)])

@@ -56,6 +56,11 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
         if advice is not None:
             text, _, remedy = advice.partition("; ")
             yield Finding(Severity.WARNING, "inclusion", text, remedy)
+    if exclusive:
+        text = "what only the engine's own cache holds is lost when it is reset alone, at sleep and with the process"
+        offered = stack.secondary or stack.machine
+        remedy = "the tiers behind are offered every block" if offered else "inclusive keeps it at such a reset"
+        yield Finding(Severity.INFO, "exclusive", text, remedy)
     for problem in order_problems(stack):
         text, _, remedy = problem.partition(": ")
         yield Finding(Severity.WARNING, "order", text, remedy)
