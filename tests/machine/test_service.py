@@ -25,7 +25,7 @@ from tiering.cli.serve import check_service
 from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError, TieringError
 from tiering.machine import peers
-from tiering.machine.link import ServiceSocket, greet
+from tiering.machine.link import ServiceSocket, ask, greet
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
 from tiering.machine.peers import MOST_BEHIND
 from tiering.machine.service import IDLE_SECONDS, MachineService
@@ -127,6 +127,30 @@ def test_another_user_is_refused_with_the_reason_and_one_that_the_kernel_cannot_
         greet(str(path), greeting().text(), (region.fd,))
     region.close()
     assert f"not of {uid}" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["before", "with it unread"])
+def test_the_reason_of_a_refusal_arrives_when_the_service_hangs_up_around_the_greeting(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send = socket.send_fds
+
+    def refuse() -> None:
+        theirs.send(b"the reason")
+        theirs.close()
+
+    def send_and_refuse(*words: Any) -> int:
+        sent = send(*words)
+        refuse()
+        return sent
+
+    with ours, theirs:
+        if when == "before":
+            refuse()
+        else:
+            monkeypatch.setattr(socket, "send_fds", send_and_refuse)
+        assert ask(ours, b"a greeting", (), 1) == (b"the reason", [])
 
 
 def test_a_new_directory_is_private(tmp_path: Path) -> None:

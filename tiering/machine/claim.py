@@ -13,7 +13,6 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 
 from tiering.api.namespace import ModelIdentity
 from tiering.errors import RegionError, TieringError
-from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket
-from tiering.machine.messages import MAX_MESSAGE, Kind, Record, messages, pack, read
+from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket, ask
+from tiering.machine.messages import Kind, Record, messages, pack, read
 from tiering.machine.options import MachineOptions
 from tiering.machine.rows import check_rows
 from tiering.primary.memory.prefault import advise
@@ -143,9 +142,7 @@ def _ask(path: str, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSock
         peer.settimeout(HANDSHAKE_SECONDS)
         peer.connect(path)
         ((message, _),) = messages([pack(Record(Kind.CLAIM, text=text))], 0)
-        with suppress(BrokenPipeError):  # a service that hangs up at once has sent its reason before
-            socket.send_fds(peer, [message], list(shown))
-        answer, fds, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 2, socket.MSG_CMSG_CLOEXEC)
+        answer, fds = ask(peer, message, shown, 2)
         if not answer:
             raise TieringError("the service hung up")
         (record,) = read(answer, 0)

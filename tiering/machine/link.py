@@ -185,9 +185,7 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
             raise TieringError(f"{path} belongs to the user {uid}, not to this one")
         connection = ServiceSocket(peer)
         ((message, _),) = messages([pack(Record(Kind.HELLO, text=text))], 0)
-        with suppress(BrokenPipeError):  # a service that hangs up at once has sent its reason before
-            socket.send_fds(peer, [message], list(fds))
-        answer, found, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        answer, found = ask(peer, message, fds, 1)
         if found:
             connection.presence = _presence(found)
         if not answer:
@@ -209,6 +207,27 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
             connection.close()
         raise
     return connection
+
+
+def ask(peer: socket.socket, message: bytes, fds: Sequence[int], most_fds: int) -> tuple[bytes, list[int]]:
+    """Send a first message to a service, and return its answer; empty if the service hung up without one.
+
+    A service that refuses a connection sends the reason and hangs up without reading. Sending fails then, or the first
+    attempt to read: the kernel reports the unread message before it hands over the answer.
+
+    Args:
+        peer: the connection.
+        message: the message.
+        fds: descriptors that go with it.
+        most_fds: largest number of descriptors that come with the answer.
+    """
+    with suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(peer, [message], list(fds))
+    try:
+        answer, found, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, most_fds, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        answer, found, _, _ = socket.recv_fds(peer, MAX_MESSAGE + 1, most_fds, socket.MSG_CMSG_CLOEXEC)
+    return answer, found
 
 
 def _presence(fds: Sequence[int]) -> Presence | None:
