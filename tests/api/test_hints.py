@@ -152,7 +152,7 @@ def test_actions_beyond_the_bound_are_not_even_looked_at() -> None:
 
 
 class Huge(str):
-    """A text of megabytes, which nobody may read on the scheduler's thread."""
+    """A text of megabytes that is not to be read on the scheduler's thread."""
 
     __slots__ = ()
 
