@@ -2,9 +2,9 @@
 
 Four engines share the requests of a trace at random until the middle of its time, and five from then on. All have a CPU
 tier with a share of the trace's distinct blocks, and one bucket. The fifth engine starts cold, or with `warm_start`,
-which is over before its first request. "Old" are the four others in the same time. Each seed draws another assignment
-of the requests to engines. `KV_TRACES` may name further trace files, separated by colons; their names are shown
-without directories.
+which is over before its first request; neither finds in the bucket what the other one has stored. "Old" are the four
+others in the same time. Each seed draws another assignment of the requests to engines. `KV_TRACES` may name further
+trace files, separated by colons; their names are shown without directories.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def joined(
     for request in trace:
         if request.time < middle + WINDOW:
             shares[dice.randrange(OLD + (request.time >= middle))].append(request)
-    fleet, later = SimulatedFleet(), SimulatedFleet()
+    fleet, beside, later = SimulatedFleet(), SimulatedFleet(), SimulatedFleet()
     with patch.multiple(hot_prefixes, PUBLISH_SECONDS=math.inf, REFRESH_SECONDS=math.inf):
         # An engine publishes at its end: of the publications before, the next one would replace each.
         for share in shares[:OLD]:
             before = [request for request in share if request.time < middle]
             found["old"].add(Replay(stack, tokens, BLOCK_BYTES, MODEL, fleet=later), share)
             found["old"].add(Replay(warm, tokens, BLOCK_BYTES, MODEL, fleet=fleet), before, -1)
-    found["cold"].add(Replay(stack, tokens, BLOCK_BYTES, MODEL, fleet=fleet), shares[OLD])
+            Replay(warm, tokens, BLOCK_BYTES, MODEL, fleet=beside).run(before)
+    found["cold"].add(Replay(stack, tokens, BLOCK_BYTES, MODEL, fleet=beside), shares[OLD])
     new = Replay(warm, tokens, BLOCK_BYTES, MODEL, fleet=fleet)
     seconds = new.start_warm()
     blocks = int(new.stack.manager.get_stats()["primary"]["blocks"])

@@ -42,3 +42,15 @@ def test_an_engine_of_no_fleet_starts_cold() -> None:
     new = engine(None, warm_start={})
     assert new.start_warm() == 0.0
     assert [tier.hit_blocks for tier in new.run([request(0, range(4))]).tiers] == [0, 0]
+
+
+def test_requests_keep_their_distances_behind_a_warm_start() -> None:
+    """They would otherwise arrive together at its end, and wait for the loads of one another."""
+    fleet = SimulatedFleet()
+    engine(fleet, warm_start={}).run([request(0, range(4)), request(50, range(4))])
+    new = engine(fleet, warm_start={"bandwidth": BLOCK_BYTES})
+    seconds = new.start_warm()
+    assert seconds > 1.0
+    result = new.run([request(100, range(8)), request(100.5, range(8))])
+    assert result.trace_seconds == pytest.approx(seconds + 0.5)
+    assert result.ttft_mean < 0.5

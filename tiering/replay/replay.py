@@ -165,7 +165,7 @@ class Replay:
         reported = 0
         for request in requests:
             if self._first is None:
-                self._first = request.time
+                self._first = request.time - self._clock.now  # a warm start ends before the first request
             now = request.time - self._first
             self._run_until(now)
             self._arrive(request, max(now, self._clock.now))
@@ -184,7 +184,10 @@ class Replay:
         self._manager.on_schedule_end()
 
     def start_warm(self) -> float:
-        """Let time pass until the warm start is over, and return the seconds that it took."""
+        """Let time pass until the warm start is over, and return the seconds that it took.
+
+        The first request arrives then, and the others as long after the first one as in the trace.
+        """
         manager, clock, begun = self._manager, self._clock, self._clock.now
         manager.on_schedule_end()
         while manager.has_pending_work():
