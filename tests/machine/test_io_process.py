@@ -150,7 +150,7 @@ def test_a_child_that_the_engine_forks_meanwhile_does_not_hold_up_the_process(
 
     with monkeypatch.context() as patch:
         patch.setattr(json, "dumps", forks)
-        one = engine(open_deadline="10s")
+        one = engine(open_deadline="60s")
     try:
         assert one.manager.secondary_tiers[0].serving  # type: ignore[attr-defined]
     finally:
@@ -164,7 +164,7 @@ def test_files_of_the_working_directory_are_not_those_of_python(
 ) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
-    assert engine(open_deadline="10s").manager.secondary_tiers[0].serving  # type: ignore[attr-defined]
+    assert engine(open_deadline="60s").manager.secondary_tiers[0].serving  # type: ignore[attr-defined]
 
 
 def test_without_a_process_an_engine_runs_and_a_required_tier_refuses(

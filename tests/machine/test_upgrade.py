@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,9 @@ class Ending:
         self.tiers: list[FakeTier] = []
         self.service = MachineService(path, {"fake": self._build}, most_bytes=1 << 30, shutdown_seconds=seconds)
         self.service.listen()
-        self.thread = threading.Thread(target=self.service.run, name="kv-test-service")
+        self.beats: list[float] = []
+        beat = partial(self.beats.append, 0.0)
+        self.thread = threading.Thread(target=self.service.run, args=(beat,), name="kv-test-service")
         self.thread.start()
         self.engine = Raw(path, tier="fake")
         state = self.engine.receive(Kind.STATE)
@@ -90,6 +93,8 @@ def test_what_engines_have_sent_is_stored_before_the_end_and_loads_go_on(tmp_pat
     ending.service.stop()
     while read_state(engine.receive(Kind.STATE).text)[2]:
         pass  # a window of 0: the engine keeps what it has queued
+    beats = len(ending.beats)
+    assert until(lambda: len(ending.beats) > beats + 1, PATIENCE)  # for the watchdog, which an upgrade does not stop
     engine.send(Record(Kind.LOAD, 8, seconds=60.0, keys=[raw_key(9)], rows=[5]))
     assert until(lambda: bool(tier.loads), PATIENCE)
     tier.finish(tier.loads[0])
@@ -191,6 +196,20 @@ def test_another_process_takes_the_place_of_the_service(
     assert one.stored()
     assert engine().load(BLOCKS) == (BLOCKS, [])
     assert service.end() == 0
+
+
+def test_a_signal_for_an_upgrade_does_not_end_a_process_that_waits_for_its_predecessor(service: ServiceProcess) -> None:
+    first = service.process
+    first.send_signal(signal.SIGSTOP)
+    with subprocess.Popen([*first.args, "--replace"], stderr=subprocess.PIPE) as second:  # type: ignore[misc]
+        service.process, log = second, second.stderr
+        assert log is not None
+        assert any(b"is to end before" in line for line in log)
+        second.send_signal(signal.SIGUSR2)
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(PATIENCE) == 0
+        assert any(b"serving" in line for line in log), "it is dead, and nobody serves"
+        assert service.end() == 0
 
 
 def test_without_a_service_there_is_nothing_to_end(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
         shutdown_seconds=config.shutdown_deadline,
         keep_seconds=keep_seconds,
     )
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the default is death, and the predecessor may be at its end already
     if replace:
         end_predecessor(path)
     for number in (signal.SIGTERM, signal.SIGINT):

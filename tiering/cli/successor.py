@@ -31,7 +31,8 @@ class Successor:
     def step(self) -> None:
         """Start the process if that was asked for, and none runs."""
         if self._asked and self.pid is None:
-            words = [sys.executable, *sys.orig_argv[1:], "--replace"]
+            words = [sys.executable, *sys.orig_argv[1:]]
+            words += [] if "--replace" in words else ["--replace"]
             # The watchdog of systemd names the process that it started.
             environment = {name: value for name, value in os.environ.items() if name != "WATCHDOG_PID"}
             try:
@@ -73,6 +74,8 @@ def end_predecessor(path: Path) -> None:
                 f"{path}: its process cannot be seen ({error}); end it, and start this one then"
             ) from error
         _log.warning("the service at %s must be ended by somebody else: %s", path, error.strerror)
+    else:
+        _log.info("the service at %s, process %d, is to end before this one takes its place", path, pid)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll()

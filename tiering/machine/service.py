@@ -187,12 +187,13 @@ class MachineService:
         """Serve until :meth:`stop`, and return True if nothing touches the engines' rows any more.
 
         Args:
-            beat: function that is called after each turn, several times a second; default: nothing is.
+            beat: function that is called after each turn, several times a second, while engines are connected; default:
+                nothing is.
         """
         while not self._stopping:
             self.turn()
             beat()
-        return self._close()
+        return self._close(beat)
 
     def turn(self) -> None:
         """Wait for messages or announcements, and run one step."""
@@ -216,7 +217,7 @@ class MachineService:
             else:
                 self._watch(peer)
 
-    def _close(self) -> bool:
+    def _close(self, beat: Callable[[], object]) -> bool:
         """End all I/O, and let go of the engines."""
         deadline = self._clock() + self._shutdown_seconds
         if (listener := self._listener) is not None:
@@ -227,11 +228,12 @@ class MachineService:
                 if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
                     self.path.unlink()
             listener.close()
-        self._drain(self._clock() + DRAIN_SHARE * self._shutdown_seconds)
+        self._drain(self._clock() + DRAIN_SHARE * self._shutdown_seconds, beat)
         for peer in self._peers.values():
             peer.leaving = True
         while self._peers and self._clock() < deadline:
             self.turn()
+            beat()
         ended = not self._peers
         for space in self._namespaces.values():
             ended = space.close_tiers(deadline) and ended
@@ -246,7 +248,7 @@ class MachineService:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
 
-    def _drain(self, deadline: float) -> None:
+    def _drain(self, deadline: float, beat: Callable[[], object]) -> None:
         """Let the stores end that engines have sent; the engines keep the others, and loads go on."""
         tiers = [tier for space in self._namespaces.values() for tier in space.tiers.values()]
         for tier in tiers:
@@ -255,6 +257,7 @@ class MachineService:
         self.turn()  # reads what was sent before
         while (left := sum(tier.stores_left for tier in tiers)) and self._clock() < deadline:
             self.turn()
+            beat()
         if left:
             _log.error("%d block(s) that engines have sent are not stored in time, and count as failed there", left)
 
