@@ -372,6 +372,18 @@ def test_the_latency_is_known_though_the_first_load_of_this_engine_is_the_only_o
     assert gate.expected(100, 51.0) == pytest.approx(2 * (0.4 + 100 * 0.01))
 
 
+def test_loads_go_on_for_a_little_longer_only_after_one_of_this_engine() -> None:
+    gate = LoadGate()
+    gate.assume(0.0, 0.01, 0.0)
+    assert gate.decide(10, 0.101, 0.0, 0.0, 0.0)
+    assert not gate.decide(10, 0.098, 0.0, 0.0, 0.0)
+    gate.begin(10, 0.0)
+    gate.end(10, 10, 0.1)
+    assert gate.decide(10, 0.101, 0.0, 0.0, 0.1)
+    assert gate.decide(10, 0.098, 0.0, 0.0, 0.1)
+    assert not gate.decide(10, 0.094, 0.0, 0.0, 0.1)
+
+
 def test_a_busy_tier_has_its_latency_once() -> None:
     gate, now = LoadGate(), 0.0
     for _ in range(40):

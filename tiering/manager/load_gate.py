@@ -35,7 +35,10 @@ SHORTEST = 1e-4
 """Shortest duration that is measured, in seconds: several jobs may be collected together."""
 
 STAY = 1.05
-"""Part of the time of computing that a load may take while loads pay; otherwise, it may take 1."""
+"""Part of the time of computing that a load may take while loads pay; otherwise, it may take 1.
+
+It may take 1, too, while only the speed is known that an earlier engine has measured.
+"""
 
 PROBE_SECONDS = 4.0
 """Shortest time between two pairs of loads that only measure, in seconds."""
@@ -176,7 +179,8 @@ class LoadGate:
         if factor != 1.0:
             factor = math.pow(factor, math.pow(0.5, (now - self._corrected) / CORRECTED_SECONDS))
         seconds = self.expected(blocks, now) + handover
-        bound = STAY if self.pays else 1.0
+        is_kept = self.is_known and not self._is_measured  # no load of this engine pays so far
+        bound = STAY if self.pays and not is_kept else 1.0
         is_heard = factor * self._silence(now) <= bound * compute
         self.pays = is_heard and factor * seconds <= bound * (compute + others)
         return self.pays
