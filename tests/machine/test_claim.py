@@ -1,4 +1,4 @@
-"""An engine whose claim is refused logs why, also if the service has hung up before the claim was sent."""
+"""A refused claim of rows is logged with the reason, also if the service hung up before it was sent."""
 
 from __future__ import annotations
 
