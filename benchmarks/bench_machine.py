@@ -14,11 +14,15 @@ The fourth part copies blocks from the rows of one engine to those of another (`
 whole loads, as the second engine's manager sees them, are the rates of one thread that copies and verifies as the
 service does, and of one that only copies, per second of CPU time.
 
-The last two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
+Two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, in turn with bare reads past the page cache that only compute a digest, which
 is what the disk gives without a tier; and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
 computes for 5 ms between steps without the interpreter. The tier is in the process of the engine, or in the service,
 which is held to the rate that the tier in the process has reached.
+
+The last part kills an engine with ``keep_rows`` and starts it again, in a process of its own: the time from the start
+of its manager, with all modules imported, to the first block that it finds in the rows that it had and whose bytes are
+right.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from benchmarks.bench_control_plane import Subject
 from benchmarks.bench_interference import Engine, compute_for
 from benchmarks.harness import Bench, Cell, Sample, ratio, spread, timed
 from benchmarks.machine_floors import BareReads, bare_message, bare_peer, notes
+from benchmarks.machine_restarts import restarts
 from benchmarks.slow_s3 import BUCKET, slow_s3
 from tests.machine.hosts import service_process
 from tiering import ModelIdentity, OffloadKey, ReqContext, load_stack, make_offload_key, open_manager
@@ -770,4 +775,5 @@ def run(bench: Bench) -> None:
     load = os.getloadavg()[0]
     for part in (bucket, conversations, thread, handed_on, peers, loads, steps):
         part(bench)
+    restarts(bench, _made(bench.directory / "restarts"))
     bench.note(f"Load average before the run: {load:.1f} on {len(os.sched_getaffinity(0))} cores.")
