@@ -593,6 +593,14 @@ def test_rare_settings_that_change_kv_count_unless_they_have_their_defaults(
     assert "0x" not in str(with_value(**{word: other})), "an address would differ in each process"
 
 
+def test_kernels_that_do_not_depend_on_the_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = said("org/model", CONFIG)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert said("org/model", CONFIG) == before
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert said("org/model", CONFIG) != before
+
+
 def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
 

@@ -54,6 +54,16 @@ NO_REPORTS = """
 import tiering.engines.vllm.connector as connector
 connector.TransferResults = None
 """
+RISC_V = """
+    import platform
+    platform.machine = lambda: "riscv64"
+    config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = False
+"""
+NOT_INVARIANT = """
+    import os
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    os.environ["VLLM_BATCH_INVARIANT"], config.attention_config.backend = "1", AttentionBackendEnum.TRITON_MLA
+"""
 TWO_SIZES = """
     import copy
     other = copy.deepcopy(group)
@@ -116,6 +126,8 @@ REFUSED = {
         {"block_size": 16, "num_gpu_blocks_override": 100, "attention_config": {"backend": "CPU_MLA"}},
         write_deepseek_of_two_layers,
     ),
+    "a CPU whose kernels know no prefix": changed("vLLM's kernels for RISC-V start from no KV", RISC_V),
+    "results that depend on a prefix": changed("choose another --attention-backend", NOT_INVARIANT),
     "no KV cache": Refused(
         "the model has no KV cache",
         {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False, **LONG},
@@ -186,6 +198,8 @@ SLOW = {
     *(
         "prefill context parallelism",
         "pipeline parallelism and drafts",
+        "a CPU whose kernels know no prefix",
+        "results that depend on a prefix",
         "mode simple and decode context parallelism",
         "unknown kind",
         "no hashes",

@@ -92,14 +92,46 @@ def test_states_are_refused_unless_vllm_keeps_them_at_the_borders_of_blocks() ->
         check_states(drafting)
 
 
-def test_latent_attention_is_refused_where_vllms_kernels_cannot_start_from_a_prefix() -> None:
+def on_a_cpu(*, latent: bool = False, prefixes: bool = False, chunks: bool = False) -> tuple[Any, Any]:
     config, cache = configuration()
-    config.device_config, config.model_config = SimpleNamespace(device_type="cpu"), SimpleNamespace(use_mla=True)
-    config.cache_config = SimpleNamespace(enable_prefix_caching=False)
+    config.device_config, config.model_config = SimpleNamespace(device_type="cpu"), SimpleNamespace(use_mla=latent)
+    config.cache_config = SimpleNamespace(enable_prefix_caching=prefixes)
+    config.scheduler_config = SimpleNamespace(enable_chunked_prefill=chunks)
+    return config, cache
+
+
+def test_kernels_of_a_cpu_that_cannot_start_from_a_prefix_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM turns both off for them; the user of other kernels, such as those with AMX, may turn one off."""
     with pytest.raises(ConfigError, match="latent attention"):
-        check((config, cache))
+        check(on_a_cpu(latent=True))
+    check(on_a_cpu(latent=True, prefixes=True))
+    check(on_a_cpu(latent=True, chunks=True))
+    check(on_a_cpu())
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(ConfigError, match="RISC-V"):
+        check(on_a_cpu())
+    config, cache = on_a_cpu(latent=True)
     config.device_config.device_type = "cuda"
     check((config, cache))
+
+
+@pytest.mark.parametrize("layers_are_here", [True, False])
+def test_kernels_that_depend_on_a_prefix_are_refused_where_results_must_not(
+    layers_are_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cache = configuration()
+    layers = {"layer.0": SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "TRITON_MLA")), "moe": object()}
+    if layers_are_here:
+        config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    else:
+        config.attention_config = SimpleNamespace(backend=SimpleNamespace(name="TRITON_MLA"))
+    check((config, cache))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check((config, cache))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    check(configuration())
+    with pytest.raises(ConfigError, match=r"attention backend TRITON_MLA.* choose another --attention-backend"):
+        check((config, cache))
 
 
 def test_models_whose_prompts_beginning_depends_on_its_end_are_refused() -> None:

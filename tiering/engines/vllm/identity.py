@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -76,11 +77,17 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
         "use_non_causal": getattr(attention, "use_non_causal", False),
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
+        "batch_invariant": batch_invariant(),  # what other kernels have computed differs by roundings
     }
     indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
     return {word: value for word, value in found.items() if value} | (
         {} if indexer == "auto" else {"indexer_kv_dtype": indexer}
     )
+
+
+def batch_invariant() -> bool:
+    """Return True if vLLM computes with kernels whose results do not depend on the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0")
 
 
 def _additional(config: Any) -> Any:

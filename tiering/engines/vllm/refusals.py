@@ -5,12 +5,14 @@ Nothing here imports vLLM; its objects are read by attribute.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiering.api.engine import EngineConfig
 from tiering.connector.groups import KINDS, GroupKind, offload_groups, tail_unit
 from tiering.engines.vllm.geometry import first_spec
+from tiering.engines.vllm.identity import batch_invariant
 from tiering.engines.vllm.kept_groups import is_skipped, layer_specs
 from tiering.errors import ConfigError
 
@@ -18,6 +20,8 @@ _REFUSED_KINDS = {
     "cross_attention": "its KV belongs to the encoder's input instead of tokens",
     "unknown": "its kind is not known",
 }
+_NOT_INVARIANT = {"FLASHINFER", "TRITON_MLA"}
+"""Attention backends of vLLM whose results depend on which part of a prompt was computed earlier."""
 
 
 def check_supported(
@@ -43,11 +47,7 @@ def check_supported(
     """
     check_role(vllm_config.kv_transfer_config)
     check_parallel(vllm_config.parallel_config)
-    if _cannot_continue(vllm_config):
-        raise ConfigError(
-            "vLLM's CPU kernels for latent attention (MLA) compute wrong results from any KV of an earlier step "
-            "(vLLM turns its own prefix caching off for them); run the model without this connector"
-        )
+    _check_kernels(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise ConfigError("the model has no KV cache: there is nothing to offload; run it without this connector")
@@ -82,6 +82,46 @@ def check_supported(
         raise ConfigError(
             f"the model has {len(groups)} KV-cache groups, and this vLLM cannot handle failed loads of such models; "
             "use vLLM 0.30 or newer"
+        )
+
+
+def _check_kernels(vllm_config: Any) -> None:
+    """Check that vLLM's kernels compute the same from a prefix of earlier steps as without one.
+
+    Where they do not, vLLM turns its own prefix cache off, and goes on asking connectors.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cpu" and not (
+        vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill
+    ):
+        # vLLM has turned both off, or else the user. Chunks are as wrong as prefixes.
+        if getattr(getattr(vllm_config, "model_config", None), "use_mla", False):
+            raise ConfigError(
+                "vLLM's CPU kernels for latent attention (MLA) compute wrong results from any KV of an earlier step, "
+                "unless they use AMX (vLLM turns its own prefix caching off for them, and chunked prefill); run the "
+                "model without this connector, or with AMX leave --no-enable-chunked-prefill out"
+            )
+        if platform.machine().startswith("riscv"):
+            raise ConfigError(
+                "vLLM's kernels for RISC-V start from no KV of an earlier step (vLLM turns its own prefix caching off "
+                "for them); run the model without this connector"
+            )
+    if not batch_invariant():
+        return
+    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {}).values()
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    if chosen := getattr(getattr(vllm_config, "attention_config", None), "backend", None):
+        backends.add(chosen.name)  # the scheduler's process may have no layers
+    if found := backends & _NOT_INVARIANT:
+        raise ConfigError(
+            f"VLLM_BATCH_INVARIANT: with the attention backend {min(found)}, results depend on which part of a prompt "
+            "was computed earlier (vLLM turns its own prefix caching off for it); choose another --attention-backend, "
+            "or run the model without this connector"
         )
 
 
@@ -215,10 +255,3 @@ def check_stages(vllm_config: Any) -> None:
             "pipeline parallelism together with speculative decoding is not supported: vLLM's scheduler sees the KV of "
             "the first stage only, and the drafts are computed on the last one; turn one of the two off"
         )
-
-
-def _cannot_continue(vllm_config: Any) -> bool:
-    """Return True if vLLM's kernels cannot start from a prefix; vLLM's own prefix caching is off then."""
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    latent = bool(getattr(getattr(vllm_config, "model_config", None), "use_mla", False))
-    return device == "cpu" and latent and not vllm_config.cache_config.enable_prefix_caching
