@@ -114,12 +114,14 @@ class TierRun:
             keys, part = self.keys[start : start + size], rows[start : start + size]
             submit(TransferJob(next(self.jobs), keys, part, promotion, REQUEST))
         self.tier.on_schedule_end()
-        while not self.tier.idle:
-            self.tier.io.wait(0.1)
+        while True:  # at least once: that a tier has grown is a result, too
             for result in self.tier.get_finished():
                 if complete and not result.success:
                     raise RuntimeError(f"job {result.job_id} failed")
             self.tier.on_schedule_end()
+            if self.tier.idle:
+                break
+            self.tier.io.wait(0.1)
 
     def close(self) -> None:
         self.tier.shutdown(time.monotonic() + 30)
