@@ -71,8 +71,9 @@ def test_tiers_keep_the_names_of_their_metrics_and_engines_are_counted_apart(ser
         assert one.load(range(6)) == (list(range(6)), [])
         found = sample(url)
         counts = of_this_process(found)
-        assert one.settle(lambda: bool(one.stat("written_bytes")))
-        assert found.tiers["local"]["written_bytes"] == one.stat("written_bytes") > 0
+        # The service reports its statistics now and then: an engine's may be older than a sample.
+        assert found.tiers["local"]["written_bytes"] > 0
+        assert one.settle(lambda: one.stat("written_bytes") == found.tiers["local"]["written_bytes"])
         assert found.tiers["local"]["available"] == 1
         assert sum(found.latency["local"].values()) > 0
         assert counts["engine_loaded_blocks"] == one.stat("promotions") == 6
