@@ -42,8 +42,10 @@ class EngineQueue:
         """Seconds of computing, by request of the present step."""
 
     def begin_step(self) -> None:
-        """Note that the engine has computed what it has begun so far."""
+        """Note that the engine has computed what it has begun so far, and drop the requests that wait no more."""
         self._computing.clear()
+        for one in [one for one in self._loading if _has_ended(one)]:
+            del self._loading[one]
 
     def loads(self, request: Request, gate: LoadGate, end: float) -> None:
         """Record that a request waits for loads until about ``end``."""
@@ -78,11 +80,13 @@ class EngineQueue:
         before = sum(computing.values()) - computing.get(request, 0.0)
         others = compute * (len(computing) - (request in computing))
         if loading:
-            for one in [one for one in loading if _has_ended(one)]:
-                del loading[one]
             begin = now + before
             end = begin + compute
-            held = [at for one, (at, _) in islice(loading.items(), MOST) if at < end and one is not request]
+            held = [
+                at
+                for one, (at, _) in islice(loading.items(), MOST)
+                if at < end and one is not request and not _has_ended(one)
+            ]
             others += sum(end - max(at, begin) for at in held) + rest * len(held) * (len(held) - 1)
         return Delays(before, others)
 
