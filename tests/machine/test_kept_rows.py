@@ -141,17 +141,23 @@ def test_the_next_engine_finds_the_blocks_of_one_that_was_killed(service: Machin
         heir.close()
 
 
+def early_report(service: MachineService, undo: ExitStack, during: pytest.MonkeyPatch) -> int:
+    """Let an engine report blocks while it inherits the rows of one that was killed; return its process."""
+    pid, _ = undo.enter_context(victim_process(service.path))
+    assert recorded(service, 8)
+    killed(service, pid)
+    during.setattr(Regions, "_verify", lambda *_: None)
+    pid, _ = undo.enter_context(victim_process(service.path, blocks=range(100, 104)))
+    assert until(lambda: len(regions(service)[0].early) > 0, PATIENCE)
+    return pid
+
+
 def test_what_an_engine_reports_while_it_inherits_counts_for_the_next_one(
     service: MachineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as undo:
-        pid, _ = undo.enter_context(victim_process(service.path))
-        assert recorded(service, 8)
-        killed(service, pid)
         with monkeypatch.context() as during:
-            during.setattr(Regions, "_verify", lambda *_: None)
-            pid, _ = undo.enter_context(victim_process(service.path, blocks=range(100, 104)))
-            assert until(lambda: len(regions(service)[0].early) > 0, PATIENCE)
+            pid = early_report(service, undo, during)
             assert regions(service)[0].offer is not None
         service.wake()
         new = {key_of(number) for number in range(100, 104)}
@@ -167,13 +173,8 @@ def test_what_an_engine_reported_too_early_ends_with_it(
 ) -> None:
     """The next one may belong to another epoch."""
     with ExitStack() as undo:
-        pid, _ = undo.enter_context(victim_process(service.path))
-        assert recorded(service, 8)
-        killed(service, pid)
         with monkeypatch.context() as during:
-            during.setattr(Regions, "_verify", lambda *_: None)
-            pid, _ = undo.enter_context(victim_process(service.path, blocks=range(100, 104)))
-            assert until(lambda: len(regions(service)[0].early) > 0, PATIENCE)
+            pid = early_report(service, undo, during)
             killed(service, pid)
             assert not regions(service)[0].early
             assert regions(service)[0].pending == 0
