@@ -364,6 +364,17 @@ def test_loads_that_brought_nothing_do_not_count() -> None:
     assert gate.expected(1000, 30.0) == 0.0
 
 
+def test_one_fast_load_says_little_of_the_loads_of_the_next_engine() -> None:
+    gate = LoadGate()
+    for number in range(20):
+        gate.begin(10, 5.0 * number)
+        gate.end(10, 10, 5.0 * number + 1.0)
+    gate.begin(10, 100.0)
+    gate.end(10, 10, 100.5)
+    assert gate.expected(10, 100.5) < 0.7
+    assert gate.measured == pytest.approx((0.0, 0.1), rel=0.1)
+
+
 def test_the_latency_is_known_though_the_first_load_of_this_engine_is_the_only_one() -> None:
     gate = LoadGate()
     gate.assume(0.4, 0.01, 0.0)

@@ -28,6 +28,12 @@ from tiering.runtime.linear_cost import LinearCost
 HALF_LIFE = 2.0
 """Seconds after which a load has half of its weight in the estimate."""
 
+KEPT_HALF_LIFE = 60.0
+"""Seconds after which a load has half of its weight in what the next engine takes over.
+
+A restart takes about as long, and one load of a tier says little of the next one.
+"""
+
 WINDOW = 0.5
 """Longest time over which the blocks of a busy tier are counted together, in seconds."""
 
@@ -68,6 +74,7 @@ class LoadGate:
         "_got",
         "_is_measured",
         "_is_short",
+        "_kept",
         "_next_probe",
         "_outstanding",
         "_progress",
@@ -79,6 +86,7 @@ class LoadGate:
 
     def __init__(self) -> None:
         self._cost = LinearCost(HALF_LIFE, keeps_quotient=True)
+        self._kept = LinearCost(KEPT_HALF_LIFE, keeps_quotient=True)
         self._outstanding = self._got = 0
         self._begun = self._progress = 0.0
         self._fixed = True
@@ -102,8 +110,9 @@ class LoadGate:
 
     @property
     def measured(self) -> tuple[float, float] | None:
-        """Fixed seconds of a load and those of each of its blocks; None before the first load."""
-        return None if not self._is_measured or self._cost.per_unit is None else (self._cost.fixed, self._cost.per_unit)
+        """Fixed seconds of a load and those of each block, for the next engine; None before the first load."""
+        kept = self._kept
+        return None if not self._is_measured or kept.per_unit is None else (kept.fixed, kept.per_unit)
 
     def assume(self, fixed: float, per_block: float, now: float) -> None:
         """Expect loads to take what an earlier engine has measured, until one has ended.
@@ -115,8 +124,10 @@ class LoadGate:
         """
         if not self._is_measured:
             self._cost = LinearCost(HALF_LIFE, keeps_quotient=True)
+            self._kept = LinearCost(KEPT_HALF_LIFE, keeps_quotient=True)
             for blocks in (1, PROBE_BLOCKS):
-                self._cost.observe(blocks, fixed + blocks * per_block, now)
+                for cost in (self._cost, self._kept):
+                    cost.observe(blocks, fixed + blocks * per_block, now)
 
     def begin(self, blocks: int, now: float) -> None:
         """Record that a load of ``blocks`` is wanted."""
@@ -139,7 +150,9 @@ class LoadGate:
         if not self._is_measured:
             self._is_measured = True
             self._cost.restart()
-        self._cost.observe(self._got, seconds, now, fixed=self._fixed)
+            self._kept.restart()
+        for cost in (self._cost, self._kept):
+            cost.observe(self._got, seconds, now, fixed=self._fixed)
         if seconds > WINDOW:
             # The tier was busy all the time: what follows has no further latency.
             self._begun, self._got, self._fixed = now, 0, False
