@@ -348,6 +348,24 @@ def test_groups_without_a_duration_follow_the_others(rig: Rig) -> None:
     assert rig.ask(rig.begin("a"), window).pending
 
 
+def test_a_request_with_blocks_of_a_group_without_a_duration_waits_on(rig: Rig) -> None:
+    rig.measure(0.5)
+    assert rig.ask(rig.begin("owner"), rig.keys("owner")).pending
+    window = [make_offload_key(b"window".ljust(32), 1)]
+    rig.tier.held.update(window)
+    keys, ctx = rig.keys("a"), rig.begin("a")
+    assert rig.manager.match_prefix(window, ctx).pending
+    rig.manager.on_schedule_end()
+    job = rig.tier.loads[-1]
+    assert rig.ask(ctx, keys).pending
+    for other in [one for one in rig.tier.loads if one is not job]:
+        rig.finish(other)
+    rig.clock.advance(1.01)
+    assert rig.ask(ctx, window).pending
+    rig.clock.advance(1.2)
+    assert not rig.ask(ctx, window).pending
+
+
 def test_the_outcome_names_the_tier_that_was_too_slow(rig: Rig) -> None:
     leave(rig)
     ctx = rig.begin("a")

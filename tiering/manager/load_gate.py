@@ -10,10 +10,10 @@ its time (:mod:`tiering.manager.engine_queue`).
   the first load has ended, loads pay, because nothing is known; by the silence, only as long as the first one takes
   less than computing. What an earlier engine has measured counts instead (:mod:`tiering.manager.kept_speeds`).
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`). If the
-  loads pay, that is behind all that waits already (:attr:`Request.load_queue`).
-- Of several prompts that come before anything is known, one waits for :data:`~tiering.manager.prefix_search.FIRST_WAIT`
-  only. It then shows the engine's speed, while the others' loads show the tier's. If only the tier is not known, one
-  prompt shows its speed, and the others wait for a short time.
+  loads pay then, that is behind all that waited before (:attr:`Request.load_queue`).
+- Of several prompts that come before anything is known, the shortest one waits for
+  :data:`~tiering.manager.prefix_search.FIRST_WAIT` only. It then shows the engine's speed, while the others' loads show
+  the tier's. If only the tier is not known, one prompt shows its speed, and the others wait for a short time.
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,
   so that latency and time per block can be told apart.
@@ -69,6 +69,7 @@ class LoadGate:
         "_begun",
         "_corrected",
         "_cost",
+        "_ended",
         "_factor",
         "_fixed",
         "_got",
@@ -87,7 +88,7 @@ class LoadGate:
     def __init__(self) -> None:
         self._cost = LinearCost(HALF_LIFE, keeps_quotient=True)
         self._kept = LinearCost(KEPT_HALF_LIFE, keeps_quotient=True)
-        self._outstanding = self._got = 0
+        self._outstanding = self._got = self._ended = 0
         self._begun = self._progress = 0.0
         self._fixed = True
         self._is_measured = False
@@ -140,6 +141,7 @@ class LoadGate:
     def end(self, blocks: int, arrived: int, now: float) -> None:
         """Record that a load of ``blocks`` has ended, and that ``arrived`` of them are there."""
         self._outstanding -= blocks
+        self._ended += blocks
         if not arrived:
             return
         self._got += arrived
@@ -161,9 +163,22 @@ class LoadGate:
         """Return the seconds until a load of ``blocks`` that is submitted now will have ended."""
         cost = self._cost
         seconds = 0.0 if cost.per_unit is None else cost.fixed + cost.per_unit * (self._outstanding + blocks)
-        return max(seconds, self._silence(now))
+        return max(seconds, self.silence(now))
 
-    def _silence(self, now: float) -> float:
+    def last(self, blocks: int) -> int:
+        """Return the number of the last block of a load of ``blocks`` that is wanted now."""
+        return self._ended + self._outstanding + blocks
+
+    def left(self, last: int, blocks: int) -> float:
+        """Return the expected seconds until a load will have ended that was wanted earlier.
+
+        Args:
+            last: number of its last block.
+            blocks: number of blocks that are to come at least.
+        """
+        return (self._cost.per_unit or 0.0) * max(last - self._ended, blocks)
+
+    def silence(self, now: float) -> float:
         """Return the seconds since a block has come from a tier that has loads to do; 0 if it has none."""
         return now - self._progress if self._outstanding else 0.0
 
@@ -194,7 +209,7 @@ class LoadGate:
         seconds = self.expected(blocks, now) + handover
         is_kept = self.is_known and not self._is_measured  # no load of this engine pays so far
         bound = STAY if self.pays and not is_kept else 1.0
-        is_heard = factor * self._silence(now) <= bound * compute
+        is_heard = factor * self.silence(now) <= bound * compute
         self.pays = is_heard and factor * seconds <= bound * (compute + others)
         return self.pays
 

@@ -35,8 +35,6 @@ class ManagerLookups(ManagerParts):
         if not self._jobs.collected:
             self._open_lookups.collecting()
             self._jobs.collect()
-            if self._gates:
-                self._search.queue.begin_step()
             if self.primary_tier.keeper is not None:
                 self.primary_tier.keeper.step()
             if self._kept_speeds is not None and self._kept_speeds.gathering:
@@ -145,6 +143,7 @@ class ManagerLookups(ManagerParts):
     def note_scheduled(self, req_context: ReqContext) -> None:
         self._owner.claim()
         if self._gates and (request := self._known.get(req_context.req_id)) is not None:
+            self._rest.until = None
             self._search.scheduled(request)
 
     def note_first_token(self, req_context: ReqContext, prefill_seconds: float) -> None:

@@ -115,6 +115,8 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         if superseded:
             self._follow(self._clock())
         self._jobs.collected = False
+        if self._gates:
+            self._search.queue.end_step()
         if seconds > 0.0 and not (warms or self._jobs.awaited or self._promotions.queued or self._early.waiting):
             next_due = min(self._promotions.next_deadline, self._reservations.next_expiry, self._waiters.first_end)
             rest.until = min(self._clock() + seconds, next_due, self._early.next_due)

@@ -38,7 +38,7 @@ HANDOVER_HALF_LIFE = 10.0
 """Seconds in which the typical time falls halfway to the shortest one while none is measured."""
 
 FIRST_WAIT = 0.01
-"""Seconds for which one of several first prompts waits for loads, before it shows the engine's speed.
+"""Seconds for which the shortest of several first prompts waits, before it shows the engine's speed.
 
 With a known engine, all prompts but one wait at least as long for a tier that is not known, or :data:`CLEARLY`.
 
@@ -123,7 +123,8 @@ class PrefixSearch:
         self._waits = self._waiters.waits
         self._ask = tiers.ask
         self._clock = clock
-        self.gates = any(state.gate is not None for state in tiers.states)
+        self._gates = [state.gate for state in tiers.states if state.gate is not None]
+        self.gates = bool(self._gates)
         """True if loads from some tier are chosen by the time that they take."""
         self.compute_seconds: Sequence[float] = ()
         """Seconds of computing one block, by KV-cache group; unknown groups are always loaded."""
@@ -131,8 +132,12 @@ class PrefixSearch:
         """True if :attr:`compute_seconds` are not measured yet."""
         self.is_guess = False
         """True if no engine has measured them."""
-        self._has_first = False
-        """True if a request has waited for :data:`FIRST_WAIT`."""
+        self._first: Request | None = None
+        """The request that is to show the engine's speed: the shortest one of the first ones."""
+        self._first_seconds = self._taken = 0.0
+        """Seconds of computing its blocks, and those by which its wait is shorter."""
+        self._first_by = math.inf
+        """Time until which it waits; infinity while no other one waits."""
         self.others = 0.0
         """Part by which the requests that come meanwhile lengthen :attr:`compute_seconds`."""
         self.queue = EngineQueue()
@@ -182,6 +187,7 @@ class PrefixSearch:
     def scheduled(self, request: Request) -> None:
         """Record that the step that is being built computes what a request has not loaded."""
         if request.arrived_at > -math.inf:
+            self.queue.begins(request)
             now = self._clock()
             self._handover.add(now - request.arrived_at, now)
             request.arrived_at = -math.inf
@@ -350,8 +356,8 @@ class PrefixSearch:
         """
         now, seconds = self._clock(), self._compute_seconds(keys[0], len(keys))
         handover = 0.0 if position or (typical := self._handover.value(now)) == math.inf else typical
-        queue, blocks = self._compute_seconds(keys[0], gate.awaited), len(keys) if lost else 0
-        delays = NO_DELAYS
+        queue = self._compute_seconds(keys[0], sum(one.awaited for one in self._gates))
+        blocks, delays = len(keys) if lost else 0, NO_DELAYS
         if seconds < math.inf:
             delays = self.queue.delays(request, seconds, self._compute_seconds(keys[0], 1), now)
         queue += delays.before
@@ -377,7 +383,7 @@ class PrefixSearch:
             return False
         if seconds < math.inf and request not in self._waits:  # one that waits for rows finds the same blocks again
             request.wait_longer(now, seconds, queue if lost else 0.0)
-            self.queue.loads(request, gate, now + gate.expected(blocks, now) + handover)
+            self.queue.loads(request, gate, now + gate.expected(blocks, now) + handover, gate.last(blocks))
             if lost:
                 self._limit_trial(request, gate, now, seconds)
         return True
@@ -385,23 +391,46 @@ class PrefixSearch:
     def _limit_trial(self, request: Request, gate: LoadGate, now: float, seconds: float) -> None:
         """Let a request wait briefly if another one shows already what is not known."""
         if self.is_guess:
-            if not self._has_first and self.queue.has_other(request):
-                self._has_first = True
-                request.shorten_wait(now + FIRST_WAIT)
+            if now < self._first_by and seconds >= FIRST_WAIT:  # a shorter prompt shows little
+                self._limit_first(request, now, seconds)
         elif not gate.is_known and self.queue.has_other(request, gate):
-            request.shorten_wait(now + max(FIRST_WAIT, CLEARLY * seconds))
+            request.shorten_wait(max(0.0, request.load_by - now - max(FIRST_WAIT, CLEARLY * seconds)))
+
+    def _limit_first(self, request: Request, now: float, seconds: float) -> None:
+        """Let the shortest one of the requests that wait before anything is known wait briefly."""
+        first = self._first
+        if first is request:
+            self._first_seconds += seconds
+        elif first is None or seconds < self._first_seconds or not self.queue.awaits(first):
+            if first is not None:
+                first.shorten_wait(-self._taken)
+            self._first, self._first_seconds, self._taken = request, seconds, 0.0
+        if self._first_by == math.inf and self.queue.has_other(request):
+            self._first_by = now + FIRST_WAIT
+        if self._first_by < math.inf and self._first is not None:
+            taken = max(0.0, self._first.load_by - self._first_by)
+            self._first.shorten_wait(taken)
+            self._taken += taken
 
     def waits_on(self, request: Request) -> bool:
         """Return True if a request waits longer than for its own blocks, because its loads pay."""
         queue, request.load_queue = request.load_queue, 0.0
-        key = next(iter(request.asked), None)
-        if not queue or key is None or (state := self._promotions.source(key)) is None:
+        wait = self._waits.get(request)
+        key = next(iter(request.asked), None) if wait is None else wait.key
+        if not queue or key is None:
             return False
-        gate = state.gate
-        if gate is None or not gate.is_known:
+        # A request that waits for rows may have asked for nothing yet.
+        state = self._promotions.source(key) if wait is None else wait.state
+        if state is None or (gate := state.gate) is None or not gate.is_known:
             return False
-        now, seconds = self._clock(), self._compute_seconds(key, gate.awaited)
-        if gate.expected(0, now) > (CLEARLY * seconds if self.is_guess else seconds):
+        now, blocks = self._clock(), len(request.asked) + (0 if wait is None else wait.rows)
+        seconds, pays = self._compute_seconds(key, blocks), True
+        if self.is_guess:
+            pays = gate.expected(0, now) <= CLEARLY * self._compute_seconds(key, gate.awaited)
+        elif seconds < math.inf:
+            most = seconds + sum(self.queue.delays(request, seconds, self._compute_seconds(key, 1), now))
+            pays = gate.silence(now) <= seconds and gate.left(self.queue.last(request), blocks) <= most
+        if not pays:
             return False
         request.load_by += queue
         return now < request.load_by

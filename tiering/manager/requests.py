@@ -129,11 +129,10 @@ class Request:
         self.load_by += seconds
         self.load_queue = max(self.load_queue, queue)
 
-    def shorten_wait(self, end: float) -> None:
-        """Let the wait for loads of gated tiers end at ``end``, unless the loads pay by then."""
-        if end < self.load_by:
-            self.load_queue += self.load_by - end
-            self.load_by = end
+    def shorten_wait(self, seconds: float) -> None:
+        """Let the wait for loads of gated tiers end ``seconds`` earlier, unless the loads pay by then."""
+        self.load_by -= seconds
+        self.load_queue += seconds
 
     def stretch_wait(self, factor: float) -> None:
         """Multiply the wait for loads of gated tiers, because computing takes that much longer than assumed."""
