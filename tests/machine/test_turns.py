@@ -29,6 +29,7 @@ class FakeEngine:
     first_row: int
     num_rows: int = 1000
     weights: str = START
+    reset_at: float = 0.0
     generation: int = 1
     jobs: int = 0
     tier: str = "local"

@@ -26,6 +26,8 @@ class Engine(Protocol):
     """Number of the engine's rows."""
     weights: str
     """State of the weights that the engine computes with."""
+    reset_at: float
+    """Time of the engine's last reset, of the machine's monotonic clock; 0: it was never reset."""
     generation: int
     """Generation that the engine's rows belong to; -1 before it is known."""
     jobs: int
@@ -73,6 +75,16 @@ class EngineJob:
     def nbytes(self, groups: Sequence[int], positions: Sequence[int]) -> int:
         """Return the bytes of some of its blocks; ``groups`` are the bytes of a block per KV-cache group."""
         return sum(groups[int.from_bytes(self.keys[at][-GROUP_BYTES:], "big")] for at in positions)
+
+    def count_outcome(self) -> None:
+        """Add the outcome of all its keys to the counts of its engine."""
+        counts, good = self.engine.counts, sum(self.arrived)
+        counts.engine_rows_busy -= len(self.keys)
+        counts.engine_failed_blocks += len(self.keys) - good
+        if self.is_load:
+            counts.engine_loaded_blocks += good
+        else:
+            counts.engine_stored_blocks += good
 
 
 @dataclass(slots=True, eq=False)

@@ -66,6 +66,8 @@ class HostedTier:
         """The tier."""
         self.weights = weights
         """State of the weights that computed the tier's blocks."""
+        self.reset_at = 0.0
+        """Time of the reset to that state, as the engine with the latest one gave it; 0: that of the start."""
         self.generation = generation
         """Number that grows whenever all engines have to empty their rows, equal in all tiers."""
         self.resetting = False
@@ -155,9 +157,7 @@ class HostedTier:
                 self.hints.follow()
             self._reports.drop(engine)
         elif kind == Kind.RESET:
-            engine.weights = checked_weights(record.text)
-            if engine.weights != self.weights or engine.weights == START:
-                self.move(engine.weights)
+            self._take_reset(engine, record)
         elif kind == Kind.TOUCH:
             if self.attached(engine):
                 self.tier.touch(record.keys, self._request(engine, record), used=bool(record.flag))
@@ -179,14 +179,23 @@ class HostedTier:
         name = record.text[:1000].decode(errors="replace")
         return ReqContext(f"{engine.name}/{name}" if name else "")
 
-    def move(self, weights: str) -> None:
-        """Invalidate all blocks, for engines with other weights; the tier cannot go back to :data:`START`."""
-        if weights == START:
+    def _take_reset(self, engine: Engine, record: Record) -> None:
+        """Follow an engine that was reset, unless another one was reset later: they may join in any order."""
+        now = self._clock()
+        engine.weights, engine.reset_at = checked_weights(record.text), min(record.seconds or now, now)
+        if engine.weights == self.weights != START:
+            self.reset_at = max(self.reset_at, engine.reset_at)
+        elif engine.reset_at >= self.reset_at:
+            self.move(engine)
+
+    def move(self, engine: Engine) -> None:
+        """Invalidate all blocks, for an engine with other weights; the tier cannot go back to :data:`START`."""
+        if engine.weights == START:
             raise MessageError("a reset has no state of the weights")
         self._drop_waiting()
         self.hints.reset()
-        self.weights = weights
-        self.resetting = not self.tier.reset(self._clock(), revision_of(weights))
+        self.weights, self.reset_at = engine.weights, engine.reset_at
+        self.resetting = not self.tier.reset(self._clock(), revision_of(engine.weights))
 
     def follow(self, generation: int) -> None:
         """Enter a new common epoch; engines come back once they have emptied their rows."""
@@ -402,18 +411,8 @@ class HostedTier:
             job.left -= 1
             if not job.left:
                 job.engine.jobs -= 1
-                self._count(job)
+                job.count_outcome()
                 job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
-
-    @staticmethod
-    def _count(job: EngineJob) -> None:
-        counts, good = job.engine.counts, sum(job.arrived)
-        counts.engine_rows_busy -= len(job.keys)
-        counts.engine_failed_blocks += len(job.keys) - good
-        if job.is_load:
-            counts.engine_loaded_blocks += good
-        else:
-            counts.engine_stored_blocks += good
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 

@@ -51,6 +51,11 @@ def _epoch(tier: SecondaryTierManager) -> str:
     return UNKNOWN_EPOCH if namespace is None else namespace.fingerprint.hex()
 
 
+def _latest(hosted: HostedTier) -> Engine:
+    """Return the engine of a tier that was reset last; it has engines."""
+    return max(hosted.engines, key=lambda engine: engine.reset_at)
+
+
 def _load_held(hosted: HostedTier, job: EngineJob, positions: Sequence[int], held: list[int]) -> None:
     """Let a tier load those of some blocks that it may hold, and note their positions in ``held``."""
     blind = is_shared(hosted.tier)
@@ -225,11 +230,11 @@ class HostedNamespace:
             and all(engine.weights != hosted.weights for engine in hosted.engines)
         ]
         for hosted in left:
-            weights = hosted.engines[0].weights
-            if weights != START:
-                self.guarded(hosted, partial(hosted.move, weights))
+            latest = _latest(hosted)
+            if latest.weights != START:
+                self.guarded(hosted, partial(hosted.move, latest))
         used = any(peer.hosted is not None and peer.weights == peer.hosted.weights for peer in self.peers)
-        waiting = any(hosted.engines[0].weights == START for hosted in left)
+        waiting = any(_latest(hosted).weights == START for hosted in left)
         now, first = self._clock(), not self._close_due
         if self.broken or now < self._close_due or not all(hosted.idle for hosted in self.tiers.values()):
             return

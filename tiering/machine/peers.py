@@ -43,6 +43,7 @@ class Peer:
         """Name of the tier."""
         self.first_row = self.num_rows = 0
         self.weights = START
+        self.reset_at = 0.0
         self.generation = -1
         self.jobs = 0
         self.counts = EngineCounts()

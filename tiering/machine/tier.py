@@ -97,10 +97,10 @@ class MachineTier(TierIntake, SecondaryTierManager):
             hot_keys=hints,
         )
         self._clock = context.clock
-        self._news = context.news
         self._num_rows, self._stride = context.primary_view.shape or (0, 0)
         self._weights = START if context.revision is None else revision_weights(context.revision)
         """State of the weights, which blocks of the tier must have been computed with."""
+        self._last_reset: Record | None = None
         self._owed = False
         """True if a reset has not been confirmed by the service."""
         self._known: tuple[str, int, str] | None = None
@@ -130,7 +130,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._hints = hints
         self._host = host
         path = str(Path(options.socket).expanduser()) if host is None else host.address
-        self._link = Link(path, context.name, self._greeting, self._news.announce, self._close_rows)
+        self._link = Link(path, context.name, self._greeting, context.news.announce, self._close_rows)
         inert_in_children(self, InertTier)
 
     def _greeting(self) -> tuple[bytes, Sequence[int]]:
@@ -280,8 +280,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
                 self._connection = connection
                 self._hints.cleared()
                 self._change()
-                if self._owed:
-                    self._write(Record(Kind.RESET, text=self._weights.encode()))
+                if self._last_reset is not None:
+                    self._write(self._last_reset)
             elif what is Happening.DOWN:
                 connection.socket.close()
                 self._held.begin(self._clock(), stored=self.storing)
@@ -461,7 +461,8 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._weights = private_weights(secrets.token_hex(16)) if revision is None else revision_weights(revision)
         self._owed = True
         self._superseded = False
-        self._write(Record(Kind.RESET, text=self._weights.encode()))
+        self._last_reset = Record(Kind.RESET, seconds=self._clock(), text=self._weights.encode())
+        self._write(self._last_reset)
         self._change()
         return self._wait(lambda: not self._owed, deadline)
 
@@ -487,8 +488,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self.stats.queries, self.stats.lookups_late = self.stats.hits + self.stats.misses, self._index.late_lookups
         if self._host is not None:
             self.stats.io_restarts = self._host.restarts
-        is_silent = self._connection is not None and self._connection.is_silent
-        flags = {"available": 0, "writable": 0} if is_silent else {}
+        flags = {"available": 0, "writable": 0} if self._connection is not None and self._connection.is_silent else {}
         return self._medium.added_to(replace(self.stats, job_latency=list(self.stats.job_latency), **flags))
 
 
