@@ -11,18 +11,23 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.machine.engines import PATIENCE, SmallEngine
-from tests.machine.hosts import ServiceProcess, service_process
+from tests.machine.hosts import ServiceProcess, service_in_thread, service_process, stack_of
 from tests.machine.test_service import Raw
 from tiering.cli.successor import end_predecessor
-from tiering.errors import ConfigError
+from tiering.config.io_process import builders
+from tiering.config.stack_file import load_stack
+from tiering.errors import ConfigError, TieringError
+from tiering.machine.link import greet
 from tiering.machine.messages import Kind, Record
 from tiering.machine.service import MachineService
-from tiering.machine.words import read_state
-from tiering.secondary.contract import TierContext
+from tiering.machine.words import Greeting, read_state
+from tiering.runtime.door import bind_socket
+from tiering.secondary.contract import SecondaryTierManager, TierContext
 from tiering.testing.clock import until
 from tiering.testing.fake_tier import FakeTier
 from tiering.testing.keys import key_of as raw_key
@@ -112,8 +117,74 @@ def test_a_store_that_does_not_end_in_time_is_counted_and_the_service_ends(
 ) -> None:
     ending = Ending(tmp_path / "cache.sock", 0.4)
     ending.service.stop()
-    assert until(lambda: "2 block(s) that engines have sent are not stored in time" in caplog.text, PATIENCE)
+    assert until(lambda: "2 block(s) are not stored in time" in caplog.text, PATIENCE)
     assert ending.joined()
+
+
+def test_no_other_service_begins_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    ending = Ending(path, 60.0)
+    ending.service.stop()
+    while read_state(ending.engine.receive(Kind.STATE).text)[2]:
+        pass
+    with pytest.raises(ConfigError, match="another process listens there"):
+        bind_socket(path)
+    with pytest.raises(TieringError, match="the service ends"):
+        greet(str(path), Greeting("").text(), ())
+    ending.finish_store()
+    ending.finish_store()
+    assert ending.engine.ended()
+    assert ending.joined()
+    assert not path.exists()
+
+
+def test_a_second_signal_ends_the_wait_and_reports_no_store_that_the_next_service_may_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ending = Ending(tmp_path / "cache.sock", 60.0)
+    ending.service.stop()
+    while read_state(ending.engine.receive(Kind.STATE).text)[2]:
+        pass
+    ending.service.stop()
+    assert until(lambda: "2 block(s) are not stored in time" in caplog.text, PATIENCE)
+    ending.finish_store()  # it has begun, and touches the row until then
+    with pytest.raises(AssertionError, match="the connection ended"):
+        ending.engine.receive(Kind.RESULT)
+    assert ending.joined()
+
+
+def test_stores_for_which_an_end_does_not_wait_are_made_by_the_next_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, numbers = tmp_path / "cache.sock", list(range(20))
+    memory = {"type": "memory", "name": "local", "capacity": "16MiB"}
+    begin: list[Callable[[], object]] = []
+
+    def build(context: TierContext) -> SecondaryTierManager:
+        """Return a tier that takes one block, and stores it when the test says so."""
+        tier: Any = builders(load_stack(stack_of(memory)).secondary)["local"](context)
+        store = tier.submit_store
+        tier.submit_store = lambda job: begin.append(partial(store, job))
+        tier.traits.intake.credit = lambda *_: 1 - len(begin)
+        return tier  # type: ignore[no-any-return]
+
+    with service_in_thread(path, local=build) as service:
+        one = SmallEngine(path)
+        assert one.serving()
+        one.store(numbers)
+        assert one.settle(lambda: one.stat("cascades_active") > 1 and bool(begin))
+        service.stop()
+        service.stop()
+        assert until(lambda: "are not stored in time" in caplog.text, PATIENCE)
+        begin[0]()
+        assert one.settle(lambda: not one.manager.secondary_tiers[0].serving)  # type: ignore[attr-defined]
+    with service_in_thread(path, memory):
+        assert one.serving()
+        assert one.stored()
+        assert one.stat("cascades") == len(numbers)
+        one.forget_rows()
+        assert one.load(numbers) == (numbers, [])
+        one.close()
 
 
 # ---------------------------------------------------------------------------------------------- the queues of engines
@@ -210,6 +281,29 @@ def test_a_signal_for_an_upgrade_does_not_end_a_process_that_waits_for_its_prede
         assert first.wait(PATIENCE) == 0
         assert any(b"serving" in line for line in log), "it is dead, and nobody serves"
         assert service.end() == 0
+
+
+def test_of_two_processes_that_wait_one_takes_the_place(service: ServiceProcess) -> None:
+    first = service.process
+    first.send_signal(signal.SIGSTOP)
+    command = [*first.args, "--replace"]  # type: ignore[misc]
+    waiting = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
+    for each in waiting:
+        assert each.stderr is not None
+        assert any(b"is to end before" in line for line in each.stderr)
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(PATIENCE) == 0
+    assert until(lambda: any(each.poll() is not None for each in waiting), PATIENCE)
+    (out, error), (service.process,) = (
+        next((each, each.communicate()[1]) for each in waiting if each.poll() is not None),
+        [each for each in waiting if each.poll() is None],
+    )
+    assert out.returncode == 2
+    assert b"another process listens there" in error
+    assert greet(str(service.socket), Greeting("").text(), ()).tiers == ["peers", "local"]
+    service.process.terminate()
+    assert service.process.communicate(timeout=PATIENCE)[1]
+    assert service.process.returncode == 0
 
 
 def test_without_a_service_there_is_nothing_to_end(tmp_path: Path) -> None:

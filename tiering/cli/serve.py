@@ -67,7 +67,8 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
 
     Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
     a bucket. The capacity of the primary tier bounds the rows of one engine. SIGTERM or Ctrl-C ends the service once
-    all I/O has ended, and what engines have sent is stored. SIGUSR2 starts the command again with --replace.
+    all I/O has ended, and what engines have sent is stored; a second one ends that wait. SIGUSR2 starts the command
+    again with --replace.
 
     \b
     Example:

@@ -82,7 +82,12 @@ def serve_engine(order: Mapping[str, Any]) -> int:
         shutdown_seconds=order["shutdown_seconds"],
         replica_of=lambda _: order["replica"],
     )
-    signal.signal(_STOP, lambda *_: service.stop())
+
+    def stop(*_: object) -> None:
+        if not service.stopping:  # the engine may send the signal again
+            service.stop()
+
+    signal.signal(_STOP, stop)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # systemd and terminals end the engine as well, which has stores left
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)

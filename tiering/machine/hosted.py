@@ -412,7 +412,8 @@ class HostedTier:
             if not job.left:
                 job.engine.jobs -= 1
                 job.count_outcome()
-                job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
+                if job.is_load or all(job.arrived) or not (self.ending and job.engine.leaving):  # the next service's
+                    job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
 
     # ----------------------------------------------------------------------------------------------------------- lookup
 

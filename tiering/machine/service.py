@@ -113,7 +113,8 @@ class MachineService:
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
         self.regions = Regions(self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers)
         """The rows that outlive engines."""
-        self._stopping = False
+        self.stopping = self._hurried = False
+        """True once :meth:`stop` was called."""
         self._listener: socket.socket | None = None
         self._inode = 0
         self._listen_again = math.inf
@@ -179,8 +180,11 @@ class MachineService:
         return ServiceLook(self._counts, tiers, engines)
 
     def stop(self) -> None:
-        """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call."""
-        self._stopping = True
+        """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call.
+
+        A second call lets it wait for no more stores; engines offer those to the next service.
+        """
+        self._hurried, self.stopping = self.stopping, True
         self.wake()
 
     def run(self, beat: Callable[[], object] = lambda: None) -> bool:
@@ -190,7 +194,7 @@ class MachineService:
             beat: function that is called after each turn, several times a second, while engines are connected; default:
                 nothing is.
         """
-        while not self._stopping:
+        while not self.stopping:
             self.turn()
             beat()
         return self._close(beat)
@@ -220,17 +224,10 @@ class MachineService:
     def _close(self, beat: Callable[[], object]) -> bool:
         """End all I/O, and let go of the engines."""
         deadline = self._clock() + self._shutdown_seconds
-        if (listener := self._listener) is not None:
-            self._listener = None
-            with suppress(KeyError):
-                self._selector.unregister(listener)
-            with suppress(FileNotFoundError):
-                if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
-                    self.path.unlink()
-            listener.close()
         self._drain(self._clock() + DRAIN_SHARE * self._shutdown_seconds, beat)
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.leaving = True
+            self._leave(peer)  # before the next step, which would begin with further stores
         while self._peers and self._clock() < deadline:
             self.turn()
             beat()
@@ -240,6 +237,12 @@ class MachineService:
         self._copiers.stop()
         ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
         self._selector.close()
+        # Not earlier: another process would serve beside this one, which still writes.
+        if (listener := self._listener) is not None:
+            with suppress(FileNotFoundError):
+                if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
+                    self.path.unlink()
+            listener.close()
         if ended:
             self.regions.close()
             for space in self._namespaces.values():
@@ -255,11 +258,11 @@ class MachineService:
             tier.ending = True
         self.wake()
         self.turn()  # reads what was sent before
-        while (left := sum(tier.stores_left for tier in tiers)) and self._clock() < deadline:
+        while (left := sum(tier.stores_left for tier in tiers)) and self._clock() < deadline and not self._hurried:
             self.turn()
             beat()
         if left:
-            _log.error("%d block(s) that engines have sent are not stored in time, and count as failed there", left)
+            _log.error("%d block(s) are not stored in time; their engines offer them to the next service", left)
 
     # ------------------------------------------------------------------------------------------------------ the sockets
 
@@ -283,6 +286,11 @@ class MachineService:
             return
         connection.setblocking(False)
         peer = Peer(connection, f"engine-{next(self._numbers)}")
+        if self.stopping:
+            self._refuse(peer, "the service ends; the next one takes connections")
+            peer.flush()
+            self._hang_up(peer)
+            return
         if peer.uid != os.geteuid() or peer.uid == _NOBODY or len(self._peers) >= MOST_CONNECTIONS:
             text = f"the service takes up to {MOST_CONNECTIONS} connections of its own user, not of {peer.uid}"
             self._refuse(peer, text)
