@@ -210,6 +210,8 @@ def operator(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 words = short(words)
             if words[0] == "serve":
                 return served(words)
+            if words[0] == "adopt":
+                words = ["adopt", "stack.yaml", "kv", *words[3:]]
             if words[0] == "why":
                 monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
                 engine = ExplainService(explained("cmpl-7"), None)
@@ -231,7 +233,7 @@ def held(words: list[str]) -> dict[str, object]:
     }
 
 
-CHANGES = {("epoch", "new"), ("clear", "stack.yaml"), ("gc", "stack.yaml")}
+CHANGES = {("epoch", "new"), ("clear", "stack.yaml"), ("gc", "stack.yaml"), ("adopt", "service.yaml")}
 """Beginnings of the commands that change a medium."""
 
 

@@ -7,6 +7,7 @@ contains the conformance suites.
 
 from tiering.admin.namespaces import known_namespaces as known_namespaces
 from tiering.admin.namespaces import namespace_of as namespace_of
+from tiering.admin.records import Adopted as Adopted
 from tiering.admin.records import Collected as Collected
 from tiering.admin.records import EpochState as EpochState
 from tiering.admin.records import Finding as Finding
@@ -21,6 +22,7 @@ from tiering.api.keys import OffloadKey as OffloadKey
 from tiering.api.masking import mask_text as mask_text
 from tiering.api.masking import record_secrets as record_secrets
 from tiering.api.namespace import Namespace as Namespace
+from tiering.api.namespace import service_replica as service_replica
 from tiering.api.transfer import Rows as Rows
 from tiering.api.units import Directory as Directory
 from tiering.api.units import Duration as Duration

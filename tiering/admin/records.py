@@ -108,6 +108,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """A place that an engine had before a machine's service took its tier over."""
+
+    place: str
+    """The place, for people."""
+    namespace: str
+    """Namespace that used it last, as 32 hex digits."""
+    nbytes: int
+    """Bytes in it; 0 if it stays."""
+    fate: str
+    """Fate of the place, as the end of a sentence that begins with the place."""
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """Result of a collection. A dry run counts the blocks that a real run would remove."""
 

@@ -17,7 +17,16 @@ from dataclasses import replace
 from typing import Any, Self
 
 from tiering.admin.ages import Ages
-from tiering.admin.records import Collected, EpochState, Finding, KnownNamespace, Limits, StoredBlock, UnsupportedError
+from tiering.admin.records import (
+    Adopted,
+    Collected,
+    EpochState,
+    Finding,
+    KnownNamespace,
+    Limits,
+    StoredBlock,
+    UnsupportedError,
+)
 from tiering.secondary.options import TierOptions
 
 BATCH = 1000
@@ -260,6 +269,19 @@ class TierAdmin:
             StoreError: the blocks cannot be listed or removed; blocks removed before the error stay removed.
         """
         return await self._remove_where(lambda block: block.namespace == namespace, Ages(), dry_run=dry_run)
+
+    def adopt(self, roots: Sequence[str], *, dry_run: bool) -> Iterator[Adopted]:
+        """Yield what becomes of places that engines had before a machine's service took the tier over.
+
+        Args:
+            roots: paths of the places.
+            dry_run: change nothing.
+
+        Raises:
+            UnsupportedError: the medium has no such places.
+            StoreError: a place cannot be read or changed.
+        """
+        raise UnsupportedError(f"the tier {self.name} has no directory of each engine's own")
 
     async def _remove_where(self, goes: Callable[[StoredBlock], bool], kept: Ages, *, dry_run: bool) -> Collected:
         """List all blocks, remove those for which ``goes`` returns True, and add the others to ``kept``."""

@@ -258,6 +258,15 @@ def fingerprint_of(base: bytes, epoch: bytes) -> bytes:
     return hashlib.sha256(base + epoch).digest()[:16]
 
 
+def service_replica(name: str) -> str:
+    """Return the replica whose place a machine's service uses for a namespace.
+
+    Args:
+        name: the namespace as 32 hex digits.
+    """
+    return name[:16]
+
+
 def revision_digest(revision: str) -> bytes:
     """Return the 16-byte digest of the text ``revision``.
 

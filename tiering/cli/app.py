@@ -10,6 +10,7 @@ import click
 
 from tiering import __version__
 from tiering.api.masking import mask_text
+from tiering.cli.adopt import adopt
 from tiering.cli.bench import bench
 from tiering.cli.check import check
 from tiering.cli.epoch import epoch
@@ -34,7 +35,7 @@ INTERRUPTED = 130
 
 EPILOG = """\b
 Exit codes: 0 nothing wrong, 1 problems found or work not done,
-2 wrong command line or invalid stack, 3 a dry run of gc, clear or epoch new
+2 wrong command line or invalid stack, 3 a dry run of adopt, gc, clear or epoch new
 that would have changed something, 130 interrupted.
 
 \b
@@ -85,7 +86,7 @@ def cli(context: click.Context, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-for command in (bench, check, clear, epoch, gc, inspect_command, replay, schema, serve, top, trace, why):
+for command in (adopt, bench, check, clear, epoch, gc, inspect_command, replay, schema, serve, top, trace, why):
     cli.add_command(command)
 
 

@@ -53,13 +53,18 @@ class ChosenTiers:
         return tier_definition(options.type).admin(options, self.replica)
 
     def for_each(
-        self, work: Callable[[TierAdmin], Awaitable[Any]], some: Sequence[TierOptions] | None = None
+        self,
+        work: Callable[[TierAdmin], Awaitable[Any]],
+        some: Sequence[TierOptions] | None = None,
+        *,
+        opened: bool = True,
     ) -> tuple[dict[str, Any], int]:
-        """Run ``work`` on the administration of each tier, open.
+        """Run ``work`` on the administration of each tier.
 
         Args:
             work: the work on one tier.
             some: options of the tiers; default: all chosen ones.
+            opened: False if the medium need not exist yet; default: True.
 
         Returns:
             The results by name of the tier, and the exit code. Tiers that failed have no result and make the code 1.
@@ -74,7 +79,8 @@ class ChosenTiers:
 
         for options in tiers:
             try:
-                with self.admin(options) as admin:
+                admin = self.admin(options)
+                with admin if opened else contextlib.nullcontext():
                     results[options.tier_name] = asyncio.run(run(admin))
             except UnsupportedError as error:
                 unsupported += 1

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
-from tiering.api.namespace import Namespace
+from tiering.api.namespace import Namespace, service_replica
 from tiering.block_tier.tier import BlockTier
 from tiering.errors import TieringError
 from tiering.machine.engine_jobs import Engine, EngineJob
@@ -37,7 +37,7 @@ TierBuilder = Callable[[TierContext], SecondaryTierManager]
 
 def own_replica(namespace: Namespace) -> str:
     """Return the name of a replica that no other namespace has."""
-    return namespace.directory[:16]
+    return service_replica(namespace.directory)
 
 
 def is_shared(tier: SecondaryTierManager) -> bool:

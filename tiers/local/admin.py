@@ -25,6 +25,7 @@ from tiering.tier import (
     HOT_SECONDS,
     SPEED_SECONDS,
     SPEEDS,
+    Adopted,
     Collected,
     CorruptReason,
     EpochState,
@@ -45,6 +46,7 @@ from tiering.tier import (
     store_error,
     store_errors,
 )
+from tiers.local.adopt import adopt
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.device import device_speed, probe_direct
 from tiers.local.documents import Documents, remove_durably
@@ -329,6 +331,11 @@ class LocalAdmin(TierAdmin):
                 await self._begin_epoch(namespace, owned=True)
                 await asyncio.to_thread(self._drop_hints, namespace)
             return await asyncio.to_thread(self._collect, Limits(), served, namespace, dry_run)
+
+    def adopt(self, roots: Sequence[str], *, dry_run: bool) -> Iterator[Adopted]:
+        places = dict.fromkeys(tier_directory(root, None) for root in roots)
+        with store_errors(f"cannot adopt {', '.join(map(str, places))}"):
+            yield from adopt(places, self.options.path, self._files, dry_run=dry_run)
 
     async def begin_epoch(self, namespace: str, invalidation: bytes) -> str | None:
         ended = await self._begin_epoch(namespace, owned=False)

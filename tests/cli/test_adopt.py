@@ -1,0 +1,179 @@
+"""``adopt`` gives directories of engines to the service of their machine, and removes the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import ROOT, command, kv_tiering
+from tests.machine.engines import SmallEngine
+from tests.machine.hosts import ServiceProcess, service_process
+from tiering.errors import StoreError
+from tiering.medium.files import Files
+
+FEW, MANY = list(range(4)), list(range(40, 60))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def service(disk: Path) -> dict[str, object]:
+    return {"type": "local", "path": str(disk), "capacity": "16MiB"}
+
+
+@pytest.fixture
+def stack(tmp_path: Path, service: dict[str, object]) -> Path:
+    path = tmp_path / "stack.json"
+    path.write_text(json.dumps({"primary": {"capacity": "64MiB"}, "secondary": [service]}))
+    return path
+
+
+def filled(path: Path, numbers: list[int], name: str = "model", capacity: str = "16MiB") -> Path:
+    """Let an engine with a directory of its own store blocks there."""
+    engine = SmallEngine(None, name=name, secondary=[{"type": "local", "path": str(path), "capacity": capacity}])
+    assert engine.settle(lambda: engine.stat("available") == 1)
+    engine.store(numbers)
+    assert engine.stored()
+    engine.close()
+    return path
+
+
+def found_by_a_service(tmp_path: Path, service: dict[str, object], name: str = "model") -> tuple[list[int], list[int]]:
+    place = tmp_path / f"service-{name}"
+    place.mkdir()
+    with service_process(place, service) as running:
+        engine = SmallEngine(running.socket, name=name)
+        assert engine.serving()
+        found = engine.load([*FEW, *MANY])
+        engine.close()
+        assert running.end() == 0
+    return found
+
+
+@pytest.mark.parametrize("form", ["replicas", "paths", "one"])
+def test_the_fullest_directory_becomes_the_services_and_the_others_go(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], form: str
+) -> None:
+    full = {"replicas": disk / "replica-1", "paths": tmp_path / "b", "one": disk}[form]
+    filled(full, MANY)
+    old = {"replicas": [disk / "replica-0", full], "paths": [tmp_path / "a", full], "one": [full]}[form]
+    for other in old[:-1]:
+        filled(other, FEW, capacity="1MiB")
+    roots = [disk] if form == "replicas" else old
+    dry = kv_tiering("adopt", stack, *roots)
+    assert (dry.code, dry.err) == (3, "kv-tiering: dry run: nothing changed; repeat with --yes\n")
+    assert dry.out.count("becomes") == 1
+    assert dry.out.count("is removed") == len(old) - 1
+    assert all(path.exists() for path in old)
+    done = kv_tiering("adopt", stack, *roots, "--yes")
+    assert (done.code, done.err, done.out) == (0, "", dry.out)
+    assert [path.name[:8] for path in disk.iterdir()] == ["replica-"]
+    assert not any((path / "lock").exists() for path in old)
+    again = kv_tiering("adopt", stack, *roots, "--yes")
+    assert (again.code, again.out) == (0, "")
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+
+
+def test_blocks_of_other_models_go_to_places_of_their_own(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object]
+) -> None:
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, "other")
+    assert kv_tiering("adopt", stack, disk, "--yes").out.count("becomes") == 2
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+    assert found_by_a_service(tmp_path, service, "other")[0] == FEW
+
+
+def test_what_an_engine_or_the_service_holds_stays(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object]
+) -> None:
+    filled(disk / "replica-0", FEW)
+    running: ServiceProcess
+    with service_process(tmp_path, service) as running:
+        engine = SmallEngine(running.socket)
+        assert engine.serving()
+        engine.store(MANY)
+        assert engine.stored()
+        owner = SmallEngine(None, secondary=[{"type": "local", "path": str(disk / "replica-1"), "capacity": "16MiB"}])
+        assert owner.settle(lambda: owner.stat("available") == 1)
+        done = kv_tiering("adopt", stack, disk, "--yes", "--json")
+        fates = {Path(one["place"]).name: one["fate"] for one in json.loads(done.out)["local"]}
+        assert fates["replica-0"] == "is removed"  # the service has blocks of its own
+        assert fates["replica-1"].startswith(f"stays: in use by process {os.getpid()} ")
+        assert len(fates) == 2
+        engine.forget_rows()
+        assert engine.load(MANY) == (MANY, [])
+        owner.store(FEW)
+        assert owner.stored()
+        owner.close()
+        engine.close()
+
+
+def test_files_of_somebody_else_stay(disk: Path, stack: Path) -> None:
+    filled(disk, FEW)
+    (disk / "notes").write_text("mine")
+    (disk / "documents-of-mine").mkdir()
+    assert kv_tiering("adopt", stack, disk, "--yes").code == 0
+    left = {path.name for path in disk.iterdir() if not path.name.startswith("replica-")}
+    assert left == {"notes", "documents-of-mine"}
+    assert (disk / "notes").read_text() == "mine"
+
+
+def test_a_move_that_was_cut_off_is_ended_by_the_next_call(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk, MANY)
+    rename = Files.rename
+    moved: list[Path] = []
+
+    def cut(self: Files, source: Path, target: Path) -> None:
+        if len(moved) == 2:
+            raise StoreError("killed")
+        moved.append(source)
+        rename(self, source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "rename", cut)
+        assert kv_tiering("adopt", stack, disk, "--yes").code == 1
+    assert kv_tiering("adopt", stack, disk, "--yes").code == 0
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+
+
+def test_another_file_system_is_named(disk: Path, stack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(disk, FEW)
+
+    def refuse(self: Files, source: Path, target: Path) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(Files, "rename", refuse)
+    assert kv_tiering("adopt", stack, disk, "--yes").out.rstrip().endswith("is on another file system")
+    assert (disk / "documents").exists()
+
+
+def test_a_terminal_is_asked(disk: Path, stack: Path) -> None:
+    filled(disk, FEW)
+    main, side = pty.openpty()
+    with subprocess.Popen(command("adopt", stack, disk), cwd=ROOT, stdin=side, stdout=side, stderr=side) as process:
+        os.write(main, b"y\n")
+        assert process.wait(60) == 0
+    os.close(side)
+    os.close(main)
+    assert not (disk / "documents").exists()
+
+
+def test_a_tier_without_directories_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    path.write_text(
+        json.dumps({"primary": {"capacity": "1MiB"}, "secondary": [{"type": "memory", "capacity": "1MiB"}]})
+    )
+    done = kv_tiering("adopt", path, tmp_path)
+    assert (done.code, done.err) == (1, "kv-tiering: memory: the tier memory has no directory of each engine's own\n")
+    assert kv_tiering("adopt", path, tmp_path, "--yes", "--dry-run").code == 2
