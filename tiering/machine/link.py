@@ -48,6 +48,9 @@ SILENT_SECONDS = 5.0
 MOST_QUEUED = 8 << 20
 """Bytes of messages in the queue at which no more are read: an idle engine makes no step for hours."""
 
+AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+"""Flags of a message that is sent without waiting, as a number: an enumeration takes more time."""
+
 _LONGEST_WAIT = 0.02
 _BYE = int(Kind.BYE)
 _SO_PEERPIDFD = 77
@@ -118,7 +121,7 @@ class ServiceSocket:
     def send(self, message: bytes) -> bool:
         """Send a message without waiting, and return False if the socket is full."""
         try:
-            self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.socket.send(message, AT_ONCE)
         except BlockingIOError:
             return False
         except OSError:
