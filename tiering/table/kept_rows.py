@@ -14,11 +14,9 @@ the rows that are used soonest, by what is known of each.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -28,12 +26,10 @@ from tiering.api.hints import EXPECT_FACTOR, KeptBlocks
 from tiering.table.free_rows import NO_ROWS
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, Rows
 from tiering.table.row_array import row_array
+from tiering.table.swept_heap import MOST_LISTED, Members, SweptHeap
 
 RENEWAL = 8
 """A row that is kept already is kept anew if that adds one part in so many to its time."""
-
-MOST_LISTED = 2
-"""Quotient of the rows put into the heaps and all rows, beyond which the heaps are made anew."""
 
 LONGEST_LOOK = 4096
 """Number of rows that a search looks at before retained ones yield, unless more are needed."""
@@ -50,18 +46,53 @@ An average row is used more often than those that would be evicted next, for whi
 MOST_ENDED = 512
 """Largest number of sessions whose rows one call no longer keeps: the scheduler's thread waits for it."""
 
-_FEW = 64
+MOST_ENDED_ROWS = 1 << 14
+"""Number of rows that one call no longer keeps, beyond which it ends no further session."""
+
+ROWS_PER_LOOK = 64
+"""Number of rows that take as much time as one entry of a heap."""
+
+MOST_PASSED = 64
+"""Number of replaced expectations that one eviction passes over, beyond the rows that it needs."""
 
 
-@dataclass(slots=True)
+def _have(times: NDArray[np.float64], sign: float) -> Callable[[float, Rows], NDArray[np.bool_]]:
+    """Return the function that masks the rows whose time, multiplied by ``sign``, is a heap's number."""
+
+    def have(number: float, rows: Rows) -> NDArray[np.bool_]:
+        mask: NDArray[np.bool_] = times[rows] == sign * number
+        return mask
+
+    return have
+
+
 class _Tenant:
-    """The kept rows of one tenant."""
+    """The kept rows of one tenant.
 
-    name: bytes
-    rows: int = 0
-    """Number of rows."""
-    farthest: list[tuple[float, int, Rows]] = field(default_factory=list)
-    """A heap of negated ends, the farthest and latest first, with the rows that had this end then."""
+    Args:
+        name: name of the tenant.
+        until: the time until which each row of the table is kept.
+    """
+
+    __slots__ = ("farthest", "listed", "name", "rows")
+
+    def __init__(self, name: bytes, until: NDArray[np.float64]) -> None:
+        self.name = name
+        self.rows = 0
+        """Number of rows."""
+        self.listed = 0
+        """Number of rows in the heap of tenants, at least as many as the tenant has."""
+        self.farthest = SweptHeap(_have(until, -1.0))
+        """A heap of negated ends, the farthest and latest first, with the rows that had this end then."""
+
+
+class _Tenants(dict[int, _Tenant]):
+    """The tenants that have rows, by their numbers."""
+
+    def are_listed(self, size: float, owners: Members) -> NDArray[np.bool_]:
+        """Return a mask of the tenants that a heap has at a negated number of rows."""
+        tenants = map(self.get, owners.tolist())
+        return np.array([tenant is not None and tenant.listed == -size for tenant in tenants], np.bool_)
 
 
 class KeptRows:
@@ -79,7 +110,6 @@ class KeptRows:
         "_clock",
         "_ends",
         "_ids",
-        "_listed",
         "_order",
         "_own",
         "_owner",
@@ -103,18 +133,15 @@ class KeptRows:
         It is negative once a request has used the row.
         """
         self._ids: dict[bytes, int] = {}
-        self._tenants: dict[int, _Tenant] = {}
-        """The tenants that have rows, by their numbers."""
-        self._sizes: list[tuple[int, int]] = []
+        self._tenants = _Tenants()
+        self._sizes = SweptHeap(self._tenants.are_listed)
         """A heap of negated numbers of rows and of tenants; some tenants have fewer rows by now."""
-        self._ends: list[tuple[float, int, Rows]] = []
+        self._ends = SweptHeap(_have(self._until, 1.0))
         """A heap of ends, with the rows that had this end then."""
-        self._listed = 0
-        """Number of rows that were put into the heaps since these were made."""
         self._order = count()
         self.rows = 0
         """Number of rows that are kept."""
-        self._own: list[tuple[float, int, Rows]] = []
+        self._own = SweptHeap(_have(self.returns, -1.0))
         """A heap of negated times of return, the farthest first, with the rows that had this time then."""
         self._yielded: list[Rows] = []
         """Own rows that found no room within the bound since the last :meth:`evict_yielded_first`."""
@@ -130,14 +157,13 @@ class KeptRows:
             is_own: True if only the session that is expected uses them; default False.
         """
         now = self._clock()
-        self.expire(now)
+        self.expire(now, MOST_ENDED_ROWS + 2 * len(rows))
         is_anew = self._until[rows] < now + seconds - seconds / RENEWAL
         if is_own and most:
             # A new expectation replaces an old one of the session, but no action that keeps its blocks for longer.
             rows = rows[is_anew | (self.returns[rows] != 0.0)]
             self.returns[rows] = back = now + seconds / EXPECT_FACTOR
-            if len(rows):
-                heapq.heappush(self._own, (-back, -next(self._order), rows))
+            self._own.push(-back, -next(self._order), rows, len(self.returns) // MOST_LISTED)
         else:
             rows = rows[is_anew]
             self.returns[rows] = 0.0
@@ -148,45 +174,57 @@ class KeptRows:
             return 0
         self.discard(rows)  # they get another end, and perhaps another tenant
         owner = self._ids.setdefault(tenant, next(self._order))
-        kept = self._tenants.setdefault(owner, _Tenant(tenant))
+        kept = self._tenants.get(owner)
+        if kept is None:
+            kept = self._tenants[owner] = _Tenant(tenant, self._until)
         kept.rows += len(rows)
         self.rows += len(rows)
         self._until[rows] = end = now + seconds
         self._owner[rows] = owner
-        self._list(kept, rows, end)
-        heapq.heappush(self._sizes, (-kept.rows, owner))
+        number = next(self._order)
+        self._ends.push(end, number, rows, self.rows)
+        kept.farthest.push(-end, -number, rows, kept.rows)
+        if kept.rows > kept.listed:
+            self._list_tenant(owner, kept)
         if self.rows > most:
-            self._yield(most)
-        self._listed += len(rows)
-        if self._listed > MOST_LISTED * len(self._until):
-            self._list_anew()
-        if len(self._sizes) > _FEW + 2 * len(self._tenants):
-            self._sizes = [(-tenant.rows, owner) for owner, tenant in self._tenants.items()]
-            heapq.heapify(self._sizes)
+            self._yield(most, rows)
         return int(np.count_nonzero(self._until[rows]))
 
-    def _list(self, tenant: _Tenant, rows: Rows, end: float) -> None:
-        number = next(self._order)
-        heapq.heappush(self._ends, (end, number, rows))
-        heapq.heappush(tenant.farthest, (-end, -number, rows))
+    def _list_tenant(self, owner: int, tenant: _Tenant) -> None:
+        """Let a tenant be found by its present number of rows."""
+        tenant.listed = tenant.rows
+        self._sizes.push(-tenant.rows, next(self._order), np.array([owner], np.int64), len(self._tenants))
 
-    def _yield(self, most: int) -> None:
-        """Keep rows no longer until at most ``most`` are kept."""
-        while (excess := self.rows - most) > 0:
-            listed, owner = heapq.heappop(self._sizes)
-            tenant = self._tenants.get(owner)
-            if tenant is None:
+    def _yield(self, most: int, latest: Rows) -> None:
+        """Keep rows no longer until at most ``most`` are kept.
+
+        If many looks find rows that are not kept, those yield that were kept last: the scheduler's thread waits.
+
+        Args:
+            most: largest number of rows that may be kept.
+            latest: the rows that were kept last; those beyond ``most`` are not more.
+        """
+        looks = MOST_ENDED + len(latest)
+        while (excess := self.rows - most) > 0 and looks > 0:
+            looks -= 1
+            size, _, owners, _ = self._sizes.pop()
+            if not len(owners):
                 continue
-            if tenant.rows == -listed:
-                end, number, rows = heapq.heappop(tenant.farthest)
-                rows = rows[(self._until[rows] == -end) & (self._owner[rows] == owner)]
+            owner = int(owners[0])
+            tenant = self._tenants[owner]
+            if tenant.rows == -size:
+                end, number, rows, listed = tenant.farthest.pop()
+                looks -= listed // ROWS_PER_LOOK
                 left = max(0, len(rows) - min(excess, tenant.rows - most // len(self._tenants)))
-                if left:
-                    heapq.heappush(tenant.farthest, (end, number, rows[:left]))
+                tenant.farthest.push(end, number, rows[:left], tenant.rows)
                 self.discard(rows[left:])
                 self._note_yielded(rows[left:])
             if tenant.rows:
-                heapq.heappush(self._sizes, (-tenant.rows, owner))
+                self._list_tenant(owner, tenant)
+        if excess > 0:
+            rows = latest[self._until[latest] > 0.0][-excess:]
+            self.discard(rows)
+            self._note_yielded(rows)
 
     def _note_yielded(self, rows: Rows) -> None:
         if len(own := rows[self.returns[rows] > 0.0]):
@@ -199,37 +237,24 @@ class KeptRows:
         rows, self._yielded = np.concatenate(self._yielded), []
         rows = rows[(self.returns[rows] > limit) & (self._until[rows] == 0.0)]
         self.returns[rows] = math.inf
-        heapq.heappush(self._own, (-math.inf, -next(self._order), rows))
+        self._own.push(-math.inf, -next(self._order), rows, len(self.returns) // MOST_LISTED)
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float, most: int = MOST_ENDED_ROWS) -> None:
         """End the time of the rows whose end has come, of the sessions that ended first.
 
         Those of further sessions are not kept either (:meth:`are_kept`), and count until a later call.
+
+        Args:
+            now: the present time.
+            most: number of rows beyond which no further session is ended; default :data:`MOST_ENDED_ROWS`.
         """
         ended: list[Rows] = []
-        while self._ends and self._ends[0][0] <= now and len(ended) < MOST_ENDED:
-            ended.append(heapq.heappop(self._ends)[2])
+        while len(ended) < MOST_ENDED and most > 0 and (end := self._ends.first) is not None and end <= now:
+            *_, rows, listed = self._ends.pop()
+            ended.append(rows)
+            most -= listed
         if ended:
-            rows = np.unique(np.concatenate(ended))  # a row is in one list for each of its ends
-            self.discard(rows[self._until[rows] <= now])
-
-    def _list_anew(self) -> None:
-        """Make the heaps of rows anew: most of their rows are kept no longer, or have a later end."""
-        kept = np.flatnonzero(self._until)
-        kept = kept[np.lexsort((self._until[kept], self._owner[kept]))]
-        ends, owners = self._until[kept], self._owner[kept]
-        self._ends, self._listed = [], len(kept)
-        for tenant in self._tenants.values():
-            tenant.farthest = []
-        for part in np.split(kept, np.flatnonzero((ends[1:] != ends[:-1]) | (owners[1:] != owners[:-1])) + 1):
-            if len(part):
-                self._list(self._tenants[int(self._owner[part[0]])], part, float(self._until[part[0]]))
-        expected = np.flatnonzero(self.returns > self._clock())
-        expected = expected[np.argsort(self.returns[expected], kind="stable")]
-        backs = self.returns[expected]
-        parts = np.split(expected, np.flatnonzero(backs[1:] != backs[:-1]) + 1)
-        self._own = [(-float(self.returns[part[0]]), -next(self._order), part) for part in parts if len(part)]
-        heapq.heapify(self._own)
+            self.discard(np.unique(np.concatenate(ended)))  # rows that were kept twice at one time are listed twice
 
     def take_late(self, limit: float, count: int) -> Rows:
         """Return up to ``count`` own rows, whose sessions return at ``limit`` or later.
@@ -237,13 +262,12 @@ class KeptRows:
         The farthest return comes first, and of each session the tail. They are own rows no more. The look ends after
         many expectations that were met or replaced, because the scheduler's thread waits; the next one goes on there.
         """
-        found, missing, looks = [NO_ROWS], count, count + _FEW
-        while missing > 0 and looks and self._own and -self._own[0][0] >= limit:
-            looks -= 1
-            back, number, rows = heapq.heappop(self._own)
-            rows = rows[self.returns[rows] == -back]
+        found, missing, looks = [NO_ROWS], count, count + MOST_PASSED
+        while missing > 0 and looks > 0 and (first := self._own.first) is not None and -first >= limit:
+            back, number, rows, listed = self._own.pop()
+            looks -= 1 + listed // ROWS_PER_LOOK
             if left := max(0, len(rows) - missing):
-                heapq.heappush(self._own, (back, number, rows[:left]))
+                self._own.push(back, number, rows[:left], len(self.returns) // MOST_LISTED)
                 rows = rows[left:]
             self.returns[rows] = 0.0
             found.append(rows[::-1])
