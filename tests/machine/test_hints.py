@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fake_s3 import FakeS3
@@ -25,6 +26,7 @@ from tiering.block_tier.tier import BlockTier
 from tiering.epochs.hot_keys import hot_document, pack
 from tiering.explain.causes import MissCause
 from tiering.explain.explainer import Explainer, Missed
+from tiering.index.slots import SlotIndex
 from tiering.machine.hosted_hints import HostedHints
 from tiering.machine.messages import MAX_KEYS, Kind, Record
 from tiering.machine.namespaces import TierBuilder
@@ -101,6 +103,37 @@ class Hot(TierHotKeys):
         made = FakeTier(name="hot")
         made.traits = replace(made.traits, hot_keys=self)
         return made
+
+
+def test_a_release_has_an_effect_in_the_service_only_if_no_other_engine_is_connected(socket: Path) -> None:
+    """An engine knows the users of a block among its own requests."""
+
+    def marked(service: MachineService) -> list[bytes]:
+        (space,) = service._namespaces.values()
+        tier = space.tiers["local"].tier
+        assert isinstance(tier, BlockTier)
+        assert isinstance(tier.index, SlotIndex)
+        table = tier.index._table
+        if table.marks.released is None:
+            return []
+        return [key for key, row in table.readable.items() if table.marks.released.are_marked(np.array([row]))[0]]
+
+    def release(engine: SmallEngine, number: int) -> None:
+        ctx = ReqContext(f"over{number}")
+        engine.manager.on_new_request(ctx)
+        engine.manager.on_request_finished(ctx, [key_of(number)])
+        serve(engine, range(40 + 4 * number, 44 + 4 * number))  # the service has read all messages before
+
+    with machine(socket, {"type": "memory", "name": "local", "capacity": "8MiB"}) as (engine, service):
+        one = engine()
+        serve(one, range(4))
+        release(one, 3)
+        assert until(lambda: marked(service) == [key_of(3)])
+        other = engine()
+        serve(other, range(8, 12))
+        release(one, 2)
+        release(other, 8)
+        assert marked(service) == [key_of(3)]
 
 
 # ---------------------------------------------------------------------------------------------------------- warm starts

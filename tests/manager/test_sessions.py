@@ -82,6 +82,29 @@ def test_the_sessions_that_were_used_longest_ago_are_followed_no_more_beyond_the
     assert sessions.release(C) == KEYS[6:8]
 
 
+def test_blocks_that_a_session_shared_which_is_followed_no_more_are_never_released() -> None:
+    """The session is not over: it may use them again."""
+    sessions = Sessions(32)
+    sessions.computed(KEYS[:2], A)
+    sessions.used(KEYS[:1], B)
+    sessions.computed(KEYS[2:4], B)
+    for number in range(20):
+        sessions.computed(KEYS[2:4], B)
+        sessions.computed(KEYS[10 + 2 * number : 12 + 2 * number], bytes([number]))
+    assert sessions.release(A) == []
+    assert sessions.release(B) == KEYS[2:4]
+
+
+def test_blocks_that_a_session_computes_though_another_request_has_left_them_are_not_its_own() -> None:
+    sessions = Sessions(1000)
+    sessions.computed(KEYS[:4], A, KEYS[:2])
+    assert sessions.release(A) == KEYS[:2]
+    sessions.computed(KEYS[:4], A)
+    sessions.computed(KEYS[:4], B, KEYS[3:4])
+    assert sessions.release(B) == []
+    assert sessions.release(A) == KEYS[:4]
+
+
 def test_one_session_gets_a_share_of_the_bound_only() -> None:
     sessions = Sessions(64)
     sessions.computed(KEYS[:40], A)
@@ -163,6 +186,33 @@ def test_what_the_first_request_of_a_session_finds_is_not_released() -> None:
     request = ask("one", "s", [*range(16)], RELEASE)
     run(scheduler, request, [1, 2, 3, 4], found=8)
     assert manager.released == request.keys()[2:]
+
+
+@pytest.mark.parametrize("found", [12, 4, 0], ids=["last block", "behind a hole", "nothing found"])
+@pytest.mark.parametrize("first", [None, "r"], ids=["no session", "released session"])
+def test_blocks_that_a_request_computes_again_although_the_tier_has_them_are_not_released(
+    found: int, first: str | None
+) -> None:
+    scheduler, manager = make_scheduler()
+    run(scheduler, ask("one", first, [*range(16)], *[RELEASE] * bool(first)), [1, 2, 3, 4])
+    manager.released.clear()
+    request = ask("two", "s", [*range(16), *range(90, 94)], RELEASE)
+    run(scheduler, request, [1, 2, 3, 4, 5], found=found)
+    assert manager.released == request.keys()[4:]
+
+
+@pytest.mark.parametrize("session", [None, "t"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_blocks_that_two_requests_compute_at_the_same_time_are_not_released(
+    session: str | None, is_first: bool
+) -> None:
+    scheduler, manager = make_scheduler()
+    ends = ask("one", "s", [*range(16), *range(50, 54)], RELEASE)
+    other = ask("two", session, [*range(16), *range(60, 64)])
+    for request in (ends, other) if is_first else (other, ends):
+        run_prompt(scheduler, request, [1, 2, 3, 4, 5] if request is ends else [6, 7, 8, 9, 10])
+    scheduler.request_finished(ends, [])
+    assert manager.released == ends.keys()[4:]
 
 
 def test_a_reset_forgets_the_sessions() -> None:

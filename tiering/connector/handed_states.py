@@ -113,6 +113,8 @@ class HandedStates:
             whole, tail = divmod(end, self._groups[group].offloaded_block_size)
             if not tail:
                 state.groups[group].cursor = max(state.groups[group].cursor, whole)
+        if self._stores.sessions is not None:
+            self._stores.sessions.computed(keys, state.hints.session, frozenset(stored.keys_to_store))
         if not len(stored.keys_to_store):
             return None
         return self._stores.order(state, offers, keys, stored.keys_to_store, stored.store_spec, describes=False)

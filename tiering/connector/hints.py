@@ -11,7 +11,7 @@ from tiering.api.keys import OffloadKey
 from tiering.api.manager import OffloadingManager
 from tiering.api.masking import shown_name
 from tiering.connector.counters import SchedulerCounters
-from tiering.connector.groups import OffloadGroup, interleave
+from tiering.connector.groups import interleave
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.requests import RequestState
 from tiering.manager.sessions import Sessions
@@ -25,7 +25,6 @@ class FollowedHints:
 
     Args:
         spec: the configuration, whose ``hints`` are followed.
-        groups: the KV-cache groups.
         manager: manager of the tiers.
         counters: counters of the scheduler half.
         clock: returns monotonic seconds.
@@ -34,14 +33,12 @@ class FollowedHints:
     def __init__(
         self,
         spec: OffloadingSpec,
-        groups: Sequence[OffloadGroup],
         manager: OffloadingManager,
         counters: SchedulerCounters,
         clock: Callable[[], float],
     ) -> None:
         self._bounds = spec.hints
         self._actions = spec.hints.actions
-        self._groups = groups
         self._manager = manager
         self._counters = counters
         self._warn_hints = LimitedWarning(logger, clock)
@@ -99,13 +96,9 @@ class FollowedHints:
 
     def released(self, state: RequestState) -> list[OffloadKey]:
         """Return the blocks of the sessions that end with a request and that no other session shares."""
-        hints, sessions = state.hints, self.sessions
-        if hints.session is not None and state.scheduled and state.invalid_from is None:
-            for group, keys in zip(self._groups, state.keys, strict=True):
-                sessions.computed(keys[state.filled_tokens // group.offloaded_block_size :], hints.session)
         released: list[OffloadKey] = []
-        for session in hints.released:
-            own = sessions.release(session)
+        for session in state.hints.released:
+            own = self.sessions.release(session)
             self._counters.sessions_released += bool(own)
             released += own
         return released

@@ -120,10 +120,10 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._engine_cache: EngineCache | None = None
         self._shows_cache = False
         """True once the manager was asked to hold blocks exclusively, or cannot be."""
-        self._hints = FollowedHints(spec, groups, self.manager, self._counters, clock) if spec.hints.actions else None
-        explaining, publishes = spec.explaining, self._publishes_events
-        self._misses = None
-        if explaining is not None:
+        self._hints = FollowedHints(spec, self.manager, self._counters, clock) if spec.hints.actions else None
+        self._stores.sessions = None if self._hints is None else self._hints.sessions
+        self._misses, publishes = None, self._publishes_events
+        if (explaining := spec.explaining) is not None:
             self._misses = Misses(explaining, groups, self.manager, search, clock, publishes=publishes)
         self._prefill = PrefillSpeed(groups, self.manager, clock) if self.manager.gates_loads else None
         self._cached = None if spec.tenant_key is None else CachedTokens(spec.tenant_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from tiering.connector.metadata import ReqId, TransferOrder
 from tiering.connector.requests import RequestState
 from tiering.connector.tracked import NEVER
 from tiering.errors import ConfigError
+from tiering.manager.sessions import Sessions
 from tiering.runtime.ratelimit import LimitedWarning
 
 logger = logging.getLogger("kv_tiering.connector")
@@ -92,6 +94,8 @@ class StorePlanner:
         """Last stores of requests that have ended; no worker has received these orders."""
         self.engine_cache: EngineCache | None = None
         """The blocks that the engine's own cache holds; None if the CPU tier is inclusive."""
+        self.sessions: Sessions | None = None
+        """The sessions that have computed the blocks; None if none is followed."""
         self.refused_offers = 0
         """Number of offers that found no room in the primary tier, since the start."""
 
@@ -185,7 +189,13 @@ class StorePlanner:
             state.pace.accepted(all_blocks=limit == whole)
             if len(output.keys_to_store):
                 order = self.order(state, stored, keys, output.keys_to_store, output.store_spec)
+            if cache is None:
+                self._note_users(state, offers, keys, output.keys_to_store)
         if cache is not None:
+            if self.sessions is not None:
+                offered = [key for offer in offers for key in offer.keys]
+                new = [key for key in offered if key not in cache.blocks_of]
+                self._note_users(state, offers, offered, new)
             for group, offer in zip(self._groups, offers, strict=True):
                 cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
         state.next_store_at = NEVER
@@ -195,6 +205,26 @@ class StorePlanner:
             if end <= store_limit and not group.is_state:
                 state.next_store_at = min(state.next_store_at, end + group.volatile_tokens)
         return order, 0
+
+    def _note_users(
+        self, state: RequestState, offers: Sequence[Offer], keys: Sequence[OffloadKey], new: Sequence[OffloadKey]
+    ) -> None:
+        """Note for sessions those of the offered blocks that the request has computed, and not found.
+
+        Args:
+            state: the request.
+            offers: the blocks.
+            keys: names of the blocks.
+            new: those that no request has left in a cache before.
+        """
+        session, sessions = state.hints.session, self.sessions
+        if sessions is None or (session is None and (len(new) == len(keys) or not len(sessions))):
+            return  # the request's blocks were noted at its first match, and nobody can have computed these since
+        filled, computed = state.filled_tokens, list[OffloadKey]()
+        for group, offer in zip(self._groups, offers, strict=True):
+            if len(offer.keys):
+                computed += offer.keys[bisect_left(offer.positions, filled // group.offloaded_block_size) :]
+        sessions.computed(computed, session, None if len(new) == len(keys) else frozenset(new))
 
     def _not_noted(self, cache: EngineCache, offers: Sequence[Offer], state: RequestState) -> list[Offer]:
         """Return the part of ``offers`` that an exclusive CPU tier stores now, to feed other tiers."""

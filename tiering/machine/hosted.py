@@ -170,7 +170,7 @@ class HostedTier:
         elif kind == Kind.GATHER:
             self.hints.take_question(engine, record)
         elif kind == Kind.FINISHED:
-            released = record.keys if self.attached(engine) else ()
+            released = record.keys if self.attached(engine) and self.engines == [engine] else ()  # others may use them
             self.tier.on_request_finished(self._request(engine, record), released)
         else:
             raise MessageError(f"an engine sent a record of kind {kind}")

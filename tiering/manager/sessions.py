@@ -1,14 +1,18 @@
 """The sessions of an engine, and the blocks that only one session uses.
 
-A block belongs to a session if a request of the session has computed it. It is shared once a request outside the
-session uses it. When a session is released, the blocks that no other session shares are evicted first in every tier.
-Blocks that a request has found in a cache belong to no session: another user may have left them there.
+A block belongs to a session if a request of the session has computed it and its store was the first one: no request
+has left it in the CPU tier before. The block is shared once a request outside the session uses or computes it. When a
+session is released, the blocks that no other session shares are evicted first in every tier. Other blocks belong to no
+session, because their users are not known: those that a request has found in a cache, and those that it has computed
+although a cache has them, such as the last block of a prompt, or blocks behind one that was evicted.
+
+A session that is dropped beyond the bound is not over. The blocks that it shares are shared for good then.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tiering.api.hints import SessionId
 from tiering.api.keys import OffloadKey
@@ -50,7 +54,7 @@ class Sessions:
         """Number of blocks that are followed; a block that sessions share counts for each of them."""
         return self._blocks
 
-    def used(self, keys: Sequence[OffloadKey], session_id: SessionId | None) -> None:
+    def used(self, keys: Collection[OffloadKey], session_id: SessionId | None) -> None:
         """Note that a request of a session, or of none, uses ``keys``: other sessions' blocks are shared now."""
         users = self._users
         if users.keys().isdisjoint(keys):
@@ -61,12 +65,30 @@ class Sessions:
                 self._share(key, session)
         self._drop_oldest()
 
-    def computed(self, keys: Sequence[OffloadKey], session_id: SessionId) -> None:
-        """Note that a request of a session has computed ``keys``."""
+    def computed(
+        self, keys: Sequence[OffloadKey], session_id: SessionId | None, new: Collection[OffloadKey] | None = None
+    ) -> None:
+        """Note that a request of a session, or of none, has computed blocks and offered them.
+
+        Args:
+            keys: the blocks.
+            session_id: the session; None: the request has none.
+            new: those of the blocks that no request has left in the CPU tier before; default: all.
+        """
+        if session_id is None:
+            self.used(keys, None)
+            return
         if not self._most:
             return
+        if new is not None and (known := [key for key in keys if key not in new]):
+            self.used(known, session_id)
+            keys = [key for key in keys if key in new]
         session, users = self._session(session_id), self._users
-        for key in keys[: max(0, self._most // LARGEST_SHARE - len(self.blocks_of(session)))]:
+        keys = keys[: max(0, self._most // LARGEST_SHARE - len(self.blocks_of(session)))]
+        if len(keys) > 1 and users.keys().isdisjoint(keys):
+            self._follow_new(keys, session)
+            keys = ()
+        for key in keys:
             if key not in users:
                 users[key] = session
                 self._follow(key, session)
@@ -74,8 +96,13 @@ class Sessions:
                 self._share(key, session)
         self._drop_oldest()
 
-    def release(self, session_id: SessionId) -> list[OffloadKey]:
-        """Drop a session, and return its blocks that no other session shares, in the order of a prefix."""
+    def release(self, session_id: SessionId, *, is_over: bool = True) -> list[OffloadKey]:
+        """Drop a session, and return its blocks that no other session shares, in the order of a prefix.
+
+        Args:
+            session_id: the session.
+            is_over: False if the session may use the blocks that it shares again; default True.
+        """
         keys = self.blocks_of(session_id)
         self._sessions.pop(session_id, None)
         self._blocks -= len(keys)
@@ -87,7 +114,7 @@ class Sessions:
                 del users[key]
             elif isinstance(user, tuple):
                 left = tuple(one for one in user if one != session_id)
-                users[key] = left if len(left) > 1 else left[0]
+                users[key] = None if not is_over else left if len(left) > 1 else left[0]
             elif user is None:
                 users.pop(key, None)
         return own
@@ -113,7 +140,7 @@ class Sessions:
 
     def _drop_oldest(self) -> None:
         while self._blocks > self._most or len(self._sessions) > self._most:
-            self.release(next(iter(self._sessions)))
+            self.release(next(iter(self._sessions)), is_over=False)
 
     def _share(self, key: OffloadKey, session: SessionId | None) -> None:
         """Add a user to a block that has another one; None: a request without a session."""
@@ -131,6 +158,13 @@ class Sessions:
                 self._follow(key, session)
             else:
                 self._users[key] = None
+
+    def _follow_new(self, keys: Sequence[OffloadKey], session: SessionId) -> None:
+        """Let a session follow blocks that no other session follows."""
+        distinct = dict.fromkeys(keys, session)
+        self._users.update(distinct)
+        self._sessions[session] = [*self.blocks_of(session), *distinct]
+        self._blocks += len(distinct)
 
     def _follow(self, key: OffloadKey, session: SessionId) -> None:
         keys = self._sessions[session]

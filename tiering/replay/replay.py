@@ -330,6 +330,10 @@ class Replay:
         if manager.stores_computed and not self._store(running):
             return
         if self._device is not None:
+            if self._hints is not None and self._exclusive:
+                self._note_users(
+                    running, [key for key, held in zip(keys, self._device.holds(keys), strict=True) if not held]
+                )
             leaving = self._device.fill(keys)
             if self._exclusive:
                 manager.engine_holds(keys[: running.held])
@@ -351,6 +355,8 @@ class Replay:
         while keys:
             output = manager.prepare_store(keys, ctx, is_last=running.refused)
             if output is not None:
+                if self._hints is not None and not self._exclusive:
+                    self._note_users(running, output.keys_to_store)
                 if output.keys_to_store:
                     self._copied += len(output.keys_to_store)
                     manager.complete_store(output.keys_to_store, ctx)
@@ -376,12 +382,13 @@ class Replay:
             self._manager.complete_store(output.keys_to_store, ctx)
         return len(keys) - kept
 
+    def _note_users(self, running: _Running, new: Iterable[OffloadKey]) -> None:
+        """Note for sessions the blocks that a request has computed, as the connector does."""
+        self._sessions.computed(running.keys[running.held :], running.hints.session, frozenset(new))
+
     def _released(self, running: _Running) -> list[OffloadKey]:
-        """Return the blocks of the sessions that a request ends, as the connector finds them."""
-        sessions, hints = self._sessions, running.hints
-        if hints.session is not None:
-            sessions.computed(running.keys[running.held :], hints.session)
-        return [key for session in hints.released for key in sessions.release(session)]
+        """Return the blocks of the sessions that a request ends."""
+        return [key for session in running.hints.released for key in self._sessions.release(session)]
 
     # ---------------------------------------------------------------------------------------------------------- results
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,11 +202,14 @@ class BlockTable:
         return self.marks.keep(rows, kept, clock) if len(rows) else 0
 
     def _known_rows(self, keys: Sequence[bytes]) -> Rows:
-        known = dict.fromkeys(row for row in map(self._row_of, keys) if row is not None)
-        return np.fromiter(known, np.int64, len(known))
-
-    def _row_of(self, key: bytes) -> int | None:
-        return self.readable[key] if key in self.readable else self.pending.get(key)
+        """Return the rows of those of ``keys`` that are readable or pending, each once."""
+        found = self.readable.rows_or_none(keys)
+        if None in found:
+            pending = self.pending.get
+            found = [pending(key) if row is None else row for key, row in zip(keys, found, strict=True)]
+        known = dict.fromkeys(found)
+        known.pop(None, None)
+        return np.fromiter(cast("Iterable[int]", known), np.int64, len(known))
 
     def _keep_first_rows(self, keys: Sequence[bytes], rows: Rows) -> Rows:
         """Free all rows but the first of each key, and return the rows that are kept."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Members = NDArray[np.int64]
-"""What an entry lists: rows, or numbers of tenants."""
+"""The rows of an entry, or its numbers of tenants."""
 
 MOST_LISTED = 4
 """Quotient of the listed members and those that count, beyond which a push looks at other entries."""
