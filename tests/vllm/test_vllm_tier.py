@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,8 @@ from tests.engines.vllm_tier.double import FACTS, METHODS
 from tests.vllm.models import write_llama
 from tiering.engines.vllm.lookup import StartupError
 from tiering.engines.vllm_tier import KVTieringTier, register
+from tiering.testing.clock import until
+from tiering.testing.tier_rig import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = {"type": "KVTieringTier", "module_path": "tiering.engines.vllm_tier"}
@@ -108,11 +109,14 @@ class Engine:
 
     def step(self) -> None:
         self.manager.on_schedule_end(base.ScheduleEndContext((), ()))
-        time.sleep(1e-3)
 
     def until(self, happened: Callable[[], bool]) -> None:
-        while not happened():  # the test's own time limit ends a wait for ever
-            self.step()
+        def is_over() -> bool:
+            if not (over := happened()):
+                self.step()
+            return over
+
+        assert until(is_over, PATIENCE_SECONDS)
 
     def store(self, keys: Sequence[Any], content: NDArray[np.uint8], name: str = "stores") -> None:
         """Store blocks through vLLM's CPU tier, and wait until the tier has them."""
@@ -131,7 +135,10 @@ class Engine:
 
     def look_up(self, keys: Sequence[Any], ctx: base.ReqContext) -> int:
         """Return the number of leading blocks that are hits, as vLLM's scheduler counts them."""
-        while True:
+        hits = 0
+
+        def is_decided() -> bool:
+            nonlocal hits
             hits, waits = 0, False
             for key in keys:
                 answer = self.manager.lookup(key, ctx)
@@ -140,8 +147,10 @@ class Engine:
                 waits = waits or answer is not base.LookupResult.HIT
                 hits += answer is not base.LookupResult.RETRY
             self.step()
-            if not waits:
-                return hits
+            return not waits
+
+        assert until(is_decided, PATIENCE_SECONDS)
+        return hits
 
     def load(self, keys: Sequence[Any], ctx: base.ReqContext) -> NDArray[np.uint8]:
         """Return the bytes that vLLM would copy to the GPU."""
@@ -348,24 +357,26 @@ def test_lookups_may_come_from_another_thread(llama: Path, tmp_path: Path) -> No
         found: list[Any] = []
         peer = second.begin("peer")
 
+        def is_found() -> bool:
+            with lock:
+                found[:] = [second.tier.lookup(key, peer) for key in keys]
+                list(second.tier.take_events())
+            return base.LookupResult.RETRY not in found
+
         def poll() -> None:
-            while not found or base.LookupResult.RETRY in found:
-                with lock:
-                    found[:] = [second.tier.lookup(key, peer) for key in keys]
-                    list(second.tier.take_events())
-                time.sleep(1e-3)
+            until(is_found, PATIENCE_SECONDS)
             ended.set()
+
+        def is_hit() -> bool:
+            with lock:
+                answers = [second.manager.lookup(key, own) for key in keys]
+                second.step()
+            return ended.is_set() and all(answer is base.LookupResult.HIT for answer in answers)
 
         thread = threading.Thread(target=poll)
         thread.start()
         own = second.begin("own")
-        waits = True
-        while waits or not ended.is_set():
-            with lock:
-                answers = [second.manager.lookup(key, own) for key in keys]
-                waits = any(answer is not base.LookupResult.HIT for answer in answers)
-                second.step()
-            time.sleep(1e-3)
+        assert until(is_hit, PATIENCE_SECONDS)
         thread.join()
         assert set(found) == {base.LookupResult.HIT}
         assert np.array_equal(second.load(keys, own), content)
