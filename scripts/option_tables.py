@@ -219,6 +219,8 @@ def _value(schema: Mapping[str, Any]) -> str:
         return f"{least} to {most}" if most < 1 << 30 else f"from {least}"
     if schema["type"] == "number":
         return "share"
+    if "anyOf" in schema.get("items", ()):
+        return "list of names or numbers"
     return {"boolean": "true, false", "string": "text", "array": "list of tiers"}[schema["type"]]
 
 

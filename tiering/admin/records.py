@@ -87,7 +87,8 @@ class KnownNamespace:
         model = self.parameters.get("model")
         if not isinstance(model, Mapping):
             return "unknown model"
-        return f"{model.get('name') or str(model.get('weights', '?'))[:12]}, {model.get('dtype', '?')}"
+        user = f", user {self.parameters['user']}" if "user" in self.parameters else ""
+        return f"{model.get('name') or str(model.get('weights', '?'))[:12]}, {model.get('dtype', '?')}{user}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from tiering.api.units import format_bytes
 from tiering.config.registry import tier_definition
 from tiering.config.stack import order_problems
 from tiering.config.stack_file import RecordOptions, StackConfig, WarmStartOptions
-from tiering.errors import RegionError
+from tiering.errors import ConfigError, RegionError
+from tiering.machine.user_names import number_of
 from tiering.manager.early import BLOCKS_PER_LOOK
 from tiering.primary.memory.region import SHM
 from tiering.primary.memory.room import check_room
@@ -73,6 +74,11 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
         yield Finding(Severity.INFO, "events", text, "behind one of these, leave it out")
     if stack.record_trace is not None:
         yield _probe_trace(stack.record_trace)
+    for user in stack.users:
+        try:
+            yield Finding(Severity.OK, "users", f"{user} has the number {number_of(user)}")
+        except ConfigError as error:
+            yield Finding(Severity.ERROR, "users", str(error), "name users of this machine, or their numbers")
 
 
 def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Finding]:

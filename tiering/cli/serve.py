@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,10 +23,12 @@ from tiering.cli.transfer_config import stack_at
 from tiering.config.io_process import builders
 from tiering.config.problems import Problem, changed, refuse
 from tiering.config.stack_file import StackConfig
-from tiering.errors import TieringError
+from tiering.errors import ConfigError, TieringError
 from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS, PEERS_TIER
 from tiering.machine.peer_rows import PeerRows
 from tiering.machine.service import MachineService
+from tiering.machine.user_names import number_of
+from tiering.machine.users import UserThread
 
 _ENGINES: Sequence[str] = (
     *("machine", "io", "namespace", "salt", "revision", "keep_secondary", "warm_start", "record_trace", "explain"),
@@ -66,9 +70,9 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
     """Host the secondary tiers of STACK for all engines of this machine.
 
     Engines name the socket with the word machine in place of their secondary tiers. They share one disk and one way to
-    a bucket. The capacity of the primary tier bounds the rows of one engine. SIGTERM or Ctrl-C ends the service once
-    all I/O has ended, and what engines have sent is stored; a second one ends that wait. SIGUSR2 starts the command
-    again with --replace.
+    a bucket. The capacity of the primary tier bounds the rows of one engine. The word users of STACK names further
+    users, each with blocks of its own. SIGTERM or Ctrl-C ends the service once all I/O has ended, and what engines have
+    sent is stored; a second one ends that wait. SIGUSR2 starts the command again with --replace.
 
     \b
     Example:
@@ -82,13 +86,20 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     guard_logs()
-    service = MachineService(
+    users = users_of(stack, config)
+    build = partial(
+        MachineService,
         path.absolute(),
         {PEERS_TIER: PeerRows, **builders(config.secondary)},
         most_bytes=config.primary.capacity,
         shutdown_seconds=config.shutdown_deadline,
         keep_seconds=keep_seconds,
+        parts=1 + len(users),
     )
+    if users:  # their parts of the limits are more descriptors than a process has by default
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    service = build(users={number: UserThread(user, build(user=user)) for number, user in users.items()})
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the default is death, and the predecessor may be at its end already
     if replace:
         end_predecessor(path)
@@ -153,6 +164,32 @@ def check_service(name: str, config: StackConfig) -> None:
         ]
     if problems:
         refuse(name, problems)
+
+
+def users_of(name: str, config: StackConfig) -> dict[int, str]:
+    """Return the users that the stack of a service names, by their numbers.
+
+    Args:
+        name: name of the stack in the message.
+        config: the stack.
+
+    Raises:
+        ConfigError: this machine does not have one of them, or one is named twice.
+    """
+    users, problems = {os.geteuid(): "the service's own user, who needs no name"}, []
+    for index, user in enumerate(config.users):
+        try:
+            number = number_of(user)
+        except ConfigError as error:
+            problems.append(Problem(("users", index), str(error)))
+            continue
+        if number in users:
+            problems.append(Problem(("users", index), f"{user!r} is {users[number]}; leave it out"))
+        users[number] = user
+    if problems:
+        refuse(name, problems)
+    del users[os.geteuid()]
+    return users
 
 
 class UnitNotifier:

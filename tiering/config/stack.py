@@ -235,6 +235,8 @@ def _check(
     problems: list[Problem] = []
     if stack.mode != "tiering":
         problems.append(Problem(("mode",), f"is {stack.mode}, which has no manager of tiers; see tiering.simple"))
+    if stack.users:
+        problems.append(Problem(("users",), "belongs into the stack of a service (kv-tiering serve); leave it out"))
     if region is not None:
         if region.row_stride < block_bytes:
             raise ConfigError(f"region: its rows have {region.row_stride} bytes, a block has {block_bytes}")

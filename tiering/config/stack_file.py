@@ -25,6 +25,7 @@ from tiering.config.source import StackSource, escaped, read_source
 from tiering.errors import ConfigError
 from tiering.explain.past_blocks import MOST_TIERS
 from tiering.machine.options import LONGEST_SOCKET, MachineOptions
+from tiering.machine.user_names import MOST_USERS, UserName
 from tiering.secondary.options import TierOptions, known_policy
 
 
@@ -214,6 +215,11 @@ class StackConfig(Strict):
     """"thread" (default): secondary tiers work in the engine; "process": in a process of its own.
 
     The process is started and ended with the engine, and leaves the interpreter to the engine's steps.
+    """
+    users: Annotated[tuple[UserName, ...], Field(max_length=MOST_USERS)] = ()
+    """Names or numbers of further users whose engines a service takes; default: only its own user.
+
+    Each has blocks, rows and limits of its own, and finds nothing of the others'. Only for ``kv-tiering serve``.
     """
     namespace: str = ""
     """Name of the cache; default empty. Stacks with different names never share blocks."""

@@ -22,7 +22,7 @@ class MachineAdmin(TierAdmin):
     def check(self, block_bytes: int) -> Iterator[Finding]:
         path = str(Path(self.options.socket).expanduser())
         try:
-            connection = greet(path, Greeting("").text(), ())
+            connection = greet(path, Greeting("").text(), (), self.options.user)
         except OSError as error:
             yield Finding(
                 Severity.WARNING,
@@ -32,7 +32,7 @@ class MachineAdmin(TierAdmin):
             )
             return
         except TieringError as error:
-            yield Finding(Severity.ERROR, "service", str(error), "use the same version and user on both sides")
+            yield Finding(Severity.ERROR, "service", str(error), "use one version, and users that both stacks name")
             return
         tiers = connection.tiers
         connection.close()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tiering.api.namespace import ModelIdentity
 from tiering.errors import RegionError, TieringError
-from tiering.machine.link import HANDSHAKE_SECONDS, ServiceSocket, ask
+from tiering.machine.link import ServiceSocket, ask, connect
 from tiering.machine.messages import Kind, Record, messages, pack, read
 from tiering.machine.options import MachineOptions
 from tiering.machine.rows import check_rows
@@ -39,12 +39,14 @@ WORD_BYTES = 8
 class KeptRegion(SharedRegion):
     """Rows of the service, with a word per row."""
 
-    __slots__ = ("claim", "connection", "is_left", "path", "words", "words_fd")
+    __slots__ = ("claim", "connection", "is_left", "path", "user", "words", "words_fd")
 
     claim: bytes
     """Text of the claim."""
     path: str
     """Path of the service's socket."""
+    user: str | None
+    """Name or number of the service's user; None: this process's own."""
     connection: ServiceSocket
     """The connection of the claim, or a later one over which the rows were shown to another service."""
     is_left: bool
@@ -114,7 +116,7 @@ class KeptRegion(SharedRegion):
             fds: descriptors of rows and words, which are closed.
         """
         try:
-            connection, _ = _ask(self.path, self.claim, fds)
+            connection, _ = _ask(self.path, self.user, self.claim, fds)
         except (OSError, TieringError) as error:
             _log.warning("machine.keep_rows: other engines do not find the blocks of this one: %s", error)
             return None
@@ -134,13 +136,12 @@ class KeptRegion(SharedRegion):
         self.connection.close()
 
 
-def _ask(path: str, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSocket, list[int]]:
+def _ask(path: str, user: str | None, text: bytes, shown: Sequence[int] = ()) -> tuple[ServiceSocket, list[int]]:
     """Claim rows, or show those of ``shown``; return the connection and the descriptors that came."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     fds: list[int] = []
     try:
-        peer.settimeout(HANDSHAKE_SECONDS)
-        peer.connect(path)
+        connect(peer, path, user)
         ((message, _),) = messages([pack(Record(Kind.CLAIM, text=text))], 0)
         answer, fds = ask(peer, message, shown, 2)
         if not answer:
@@ -206,10 +207,10 @@ def claim_rows(
     numbers = {"rows": num_rows, "stride": row_stride(row_bytes), "sides": side.sides, "tiers": len(options.tiers)}
     text = describe(name, model, group_bytes, words, **numbers)
     try:
-        connection, fds = _ask(path, text)
+        connection, fds = _ask(path, options.user, text)
     except (OSError, TieringError) as error:
         _log.warning("machine.keep_rows: the rows will not outlive this engine: %s", error)
         return None
     region = KeptRegion.mapped(connection, fds, num_rows, row_bytes, side)
-    region.path, region.claim = path, text
+    region.path, region.user, region.claim = path, options.user, text
     return region

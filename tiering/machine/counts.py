@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from tiering.api.metric import MetricKind, counter, declared_metrics, gauge
@@ -76,7 +76,9 @@ class ServiceCounts:
         "flag", "1 if the service's thread has answered within a second", "0: it hangs; engines run without tiers."
     )
     service_connections: int = gauge(
-        "connections", "Connections, those of claimed rows included", "At 256, further engines are refused."
+        "connections",
+        "Connections, those of claimed rows included",
+        "At 256, or at a user's equal part of them, more are refused.",
     )
     service_refusals: int = counter(
         "connections",
@@ -113,6 +115,19 @@ class ServiceLook:
     """Statistics of each tier, of all engines together, by namespace and name."""
     engines: Mapping[EngineOfTier, EngineCounts] = field(default_factory=dict)
     """Counts of each engine at each tier."""
+
+
+def joined(looks: Sequence[ServiceLook]) -> ServiceLook:
+    """Return the counts of several users' services as those of one.
+
+    The first one alone decides whether it responds: no other user can make an operator's probe restart the service.
+    """
+    words = (word.name for word in fields(ServiceCounts))
+    counts = {word: sum(getattr(look.service, word) for look in looks) for word in words}
+    counts["service_responsive"] = looks[0].service.service_responsive
+    tiers = {place: stats for look in looks for place, stats in look.tiers.items()}
+    engines = {place: found for look in looks for place, found in look.engines.items()}
+    return ServiceLook(ServiceCounts(**counts), tiers, engines)
 
 
 class Medium:

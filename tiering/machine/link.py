@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 from tiering.errors import RegionError, StoreError, TieringError
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.presence import Presence
+from tiering.machine.user_names import number_of
 
 _log = logging.getLogger("kv_tiering.machine")
 
@@ -167,13 +168,34 @@ def peer_pidfd(peer: socket.socket) -> int:
         return -1
 
 
-def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
+def connect(peer: socket.socket, path: str, user: str | None) -> None:
+    """Connect to the service at ``path``, and wait from now on for no longer than it may take to answer.
+
+    Args:
+        peer: socket that is not connected.
+        path: path of the service's socket.
+        user: name or number of the service's user; None: this process's own.
+
+    Raises:
+        TieringError: the socket belongs to another user, or there is no such user.
+        OSError: nothing answers at ``path``.
+    """
+    wanted = os.geteuid() if user is None else number_of(user)
+    peer.settimeout(HANDSHAKE_SECONDS)
+    peer.connect(path)
+    if (uid := peer_credentials(peer)[1]) != wanted:
+        named = "the engine's own, and machine.user names no other" if user is None else f"{user}, as machine.user says"
+        raise TieringError(f"{path} belongs to the user {uid}, not to {named}")
+
+
+def greet(path: str, text: bytes, fds: Sequence[int], user: str | None = None) -> ServiceSocket:
     """Connect to the service at ``path``, and return the connection that it has taken.
 
     Args:
         path: path of the service's socket.
         text: text of the greeting.
         fds: descriptors that go with it.
+        user: name or number of the service's user; default: this process's own.
 
     Raises:
         TieringError: the service has another version or user, or refuses the connection; the text says why.
@@ -182,10 +204,7 @@ def greet(path: str, text: bytes, fds: Sequence[int]) -> ServiceSocket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection = None
     try:
-        peer.settimeout(HANDSHAKE_SECONDS)
-        peer.connect(path)
-        if (uid := peer_credentials(peer)[1]) != os.geteuid():
-            raise TieringError(f"{path} belongs to the user {uid}, not to this one")
+        connect(peer, path, user)
         connection = ServiceSocket(peer)
         ((message, _),) = messages([pack(Record(Kind.HELLO, text=text))], 0)
         answer, found = ask(peer, message, fds, 1)
@@ -254,6 +273,7 @@ class Link:
         greeting: returns the text and the descriptors of a greeting; raises a StoreError while they are not known.
         announce: function that is called whenever something is in the queue.
         ended: function that is called once nothing greets a service any more.
+        user: name or number of the service's user; None: this process's own.
     """
 
     def __init__(
@@ -263,6 +283,7 @@ class Link:
         greeting: Callable[[], tuple[bytes, Sequence[int]]],
         announce: Callable[[], None],
         ended: Callable[[], object],
+        user: str | None,
     ) -> None:
         self.queue: deque[LinkEvent] = deque()
         """The events, oldest first; only the scheduler's thread takes from the queue."""
@@ -275,6 +296,7 @@ class Link:
         self._greeting = greeting
         self._announce = announce
         self._ended = ended
+        self._user = user
         self._stopping = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._dying: list[ServiceSocket] = []
@@ -349,7 +371,7 @@ class Link:
 
     def _connect(self) -> ServiceSocket | None:
         try:
-            connection = greet(self._path, *self._greeting())
+            connection = greet(self._path, *self._greeting(), self._user)
         except (OSError, TieringError) as error:
             shown = self._path.replace("\0", "@")
             text = f"{shown}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

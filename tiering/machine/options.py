@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from tiering.api.units import Directory, Duration, Share, Strict
+from tiering.machine.user_names import UserName
 from tiering.secondary.options import TierOptions
 
 MACHINE_TYPE = "tiering.machine.tier:MACHINE_TIER"
@@ -43,6 +44,8 @@ class MachineTierOptions(TierOptions):
 
     socket: Socket
     """Path of the service's socket."""
+    user: UserName | None = None
+    """Name or number of the service's user; default: the engine's own."""
     load_deadline: Duration = 30.0
     """Seconds that a request waits for a load; default 30."""
     lookup_deadline: Duration = 0.25
@@ -56,6 +59,11 @@ class MachineOptions(Strict):
 
     socket: Socket
     """Path of the socket that ``kv-tiering serve`` listens on."""
+    user: UserName | None = None
+    """Name or number of the service's user, who can read this engine's blocks; default: the engine's own.
+
+    A service of any other user is refused. Its stack names the engine's user in ``users``.
+    """
     tiers: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], ...],
         Field(min_length=1, max_length=MOST_TIERS),
@@ -86,6 +94,7 @@ class MachineOptions(Strict):
                 type=PEERS_TYPE if name == PEERS_TIER else MACHINE_TYPE,
                 name=name,
                 socket=self.socket,
+                user=self.user,
                 load_deadline=self.load_deadline,
                 lookup_deadline=self.lookup_deadline,
                 primary_share=self.primary_share,

@@ -18,6 +18,9 @@ from tiering.machine.peers import Peer, Stamp
 from tiering.primary.memory.region import MAX_SIDES, PAGE
 
 _LONGEST_NAME = 4096
+MOST_CLAIMS = 512
+"""Largest number of claims of one region, from its first to its last process."""
+
 _NEVER = 1
 """Word that no complete row has."""
 
@@ -174,6 +177,14 @@ class Region:
         if self.keeper is not None and self.keeper in self.peers and not self.keeper.behind:
             for first in range(0, len(keys), MAX_KEYS):
                 self.keeper.send(Record(Kind.COPIED, keys=keys[first : first + MAX_KEYS]))
+
+    def takes(self, claim: RowsClaim) -> bool:
+        """Return True if a process with this claim may map the rows beside those that have mapped them.
+
+        A process that claims again and again leaves a descriptor each time, and gets other rows.
+        """
+        is_open = self.peers and len(self.peers) < claim.sides
+        return bool(is_open and self.claim == claim and len(self.pidfds) < min(2 * claim.sides, MOST_CLAIMS))
 
     def is_left(self) -> bool:
         """Return True if all processes that have mapped the rows are dead."""

@@ -45,7 +45,7 @@ from tiering.runtime.pool import ThreadPool
 _log = logging.getLogger("kv_tiering.machine")
 
 MOST_REGIONS = 64
-"""Largest number of regions, in use or left."""
+"""Largest number of regions of all users, in use or left."""
 
 LEAVE_SECONDS = 10.0
 """Seconds within which the processes of an engine must end after it has left its rows."""
@@ -75,6 +75,7 @@ class Regions:
         most_bytes: largest number of bytes of the rows of one engine.
         keep_seconds: seconds for which the rows of an engine that has ended wait for the next one.
         peers: all connections of the service.
+        most: largest number of regions.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Regions:
         most_bytes: int,
         keep_seconds: float,
         peers: Mapping[int, Peer],
+        most: int = MOST_REGIONS,
     ) -> None:
         self._pool = pool
         self._wake = wake
@@ -92,6 +94,7 @@ class Regions:
         self._most_bytes = most_bytes
         self._keep_seconds = keep_seconds
         self._peers = peers
+        self._most = most
         self._regions: list[Region] = []
         self._named: dict[str, Region] = {}
         self._of: dict[Peer, Region] = {}
@@ -132,7 +135,7 @@ class Regions:
         """
         claim = self._checked(text)
         region = self._named.get(claim.name)
-        if region is None or not region.peers or region.claim != claim or len(region.peers) >= claim.sides:
+        if region is None or not region.takes(claim):
             region = self._named[claim.name] = self._free(claim) or self._make(claim)
         pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
         region.unproved |= pidfd < 0
@@ -155,7 +158,7 @@ class Regions:
             TieringError: the rows are shown already, or break the protocol.
         """
         claim = self._checked(text)
-        if len(fds) != 2 or len(self._regions) >= MOST_REGIONS:
+        if len(fds) != 2 or len(self._regions) >= self._most:
             raise MessageError(f"rows were shown with {len(fds)} descriptors, beside {len(self._regions)} others")
         sizes = claim.rows * claim.stride, claim.rows * WORD_BYTES
         for fd, nbytes in zip(fds, sizes, strict=True):
@@ -221,8 +224,8 @@ class Regions:
             is_short = (available_bytes() or nbytes) < nbytes
             if (region.claim.alike == claim.alike or is_short) and self._is_free(region):
                 self._close(region, at_once=True)
-        if len(self._regions) >= MOST_REGIONS:
-            raise RegionError(f"the service has {MOST_REGIONS} regions of rows already")
+        if len(self._regions) >= self._most:
+            raise RegionError(f"the service has {self._most} regions of rows of this user already")
         fds: list[int] = []
         try:
             fds.append(make_sealed("kv-tiering-kept", nbytes + PAGE))

@@ -53,7 +53,7 @@ def check_rows(fd: int, nbytes: int, *, sealed: bool = False) -> None:
     Raises:
         RegionError: the file is too small, not in memory, not private, or anyone with its name could cut it.
     """
-    found = os.fstat(fd)
+    found, page = os.fstat(fd), os.fstatvfs(fd).f_bsize
     if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
         raise RegionError(f"the rows' file has {found.st_size} bytes, not {nbytes}")
     try:
@@ -64,7 +64,12 @@ def check_rows(fd: int, nbytes: int, *, sealed: bool = False) -> None:
     # then on, only these processes can reach the file.
     is_private = not (found.st_nlink or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS)
     if not is_sealed and (sealed or not is_private):
-        raise RegionError("the rows' file is neither sealed nor private to the engine's processes")
+        text = "the rows' file is neither sealed nor private to the engine's processes"
+        if found.st_uid != os.geteuid():
+            text += "; an engine of another user with several processes needs machine.keep_rows"
+        raise RegionError(text)
+    if page != mmap.PAGESIZE:  # a hole that is punched may have no page any more, and kills who touches it
+        raise RegionError(f"the rows' file has pages of {page} bytes")
 
 
 class RowSpace:

@@ -16,13 +16,13 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 from tiering.api.masking import mask_text
 from tiering.api.namespace import Namespace
@@ -32,7 +32,8 @@ from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, Se
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.namespaces import HostedNamespace, TierBuilder, own_replica
 from tiering.machine.peers import NO_ROOM, Peer
-from tiering.machine.regions import Regions
+from tiering.machine.regions import MOST_REGIONS, Regions
+from tiering.machine.users import UserThread, look_at, parameters_of, service_for
 from tiering.machine.words import Greeting
 from tiering.runtime.door import bind_socket
 from tiering.runtime.pool import ThreadPool
@@ -41,10 +42,10 @@ from tiering.runtime.ratelimit import RateLimit
 _log = logging.getLogger("kv_tiering.machine")
 
 MOST_CONNECTIONS = 256
-"""Largest number of connections; a further one is refused."""
+"""Largest number of connections of all users, which have equal parts; a further one is refused."""
 
 MOST_NAMESPACES = 16
-"""Largest number of namespaces, each with tiers of its own."""
+"""Largest number of namespaces of all users, each with tiers of its own."""
 
 MESSAGES_PER_TURN = 16
 """Messages that are read from one engine before the others have their turn."""
@@ -59,7 +60,6 @@ BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
 _LOG_SECONDS = 30.0
-_NOBODY = 65534
 _MOST_FDS = 4
 
 
@@ -73,6 +73,9 @@ class MachineService:
         shutdown_seconds: seconds that the end may take.
         keep_seconds: seconds for which rows of an engine that has ended wait for the next one.
         replica_of: returns the replica whose directories the tiers of a namespace use; default: one per namespace.
+        user: name of the user whose engines it serves; default: the process's own.
+        users: further users by their numbers, each with a service of its own; default: none.
+        parts: number of users that have equal parts of all limits; default 1.
         clock: function that returns monotonic seconds.
     """
 
@@ -85,6 +88,9 @@ class MachineService:
         shutdown_seconds: float = 30.0,
         keep_seconds: float = 600.0,
         replica_of: Callable[[Namespace], str | None] = own_replica,
+        user: str = "",
+        users: Mapping[int, UserThread] = MappingProxyType({}),
+        parts: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
@@ -93,6 +99,10 @@ class MachineService:
         self._most_bytes = most_bytes
         self._shutdown_seconds = shutdown_seconds
         self._replica_of = replica_of
+        self._user = user
+        self._users = users
+        self._most_connections = MOST_CONNECTIONS // parts
+        self._most_namespaces = MOST_NAMESPACES // parts
         self._clock = clock
         self.instance = secrets.token_hex(8)
         """Name of this process, which no other has."""
@@ -108,10 +118,12 @@ class MachineService:
         self._refusals = RateLimit(_LOG_SECONDS, clock)
         self._refused = 0
         self._looks: deque[Future[ServiceLook]] = deque()
-        self._counts = ServiceCounts()
+        self.counts = ServiceCounts()
         """Counts at the last look."""
         self._copiers = ThreadPool("kv-machine-copy", COPY_THREADS)
-        self.regions = Regions(self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers)
+        self.regions = Regions(
+            self._copiers, self.wake, clock, most_bytes, keep_seconds, self._peers, MOST_REGIONS // parts
+        )
         """The rows that outlive engines."""
         self.stopping = self._hurried = False
         """True once :meth:`stop` was called."""
@@ -119,11 +131,13 @@ class MachineService:
         self._inode = 0
         self._listen_again = math.inf
         """Time from which connections are taken again after one for which there was no room."""
+        self._arrived: deque[Peer] = deque()
+        """Connections that the service of another user has taken for this one."""
 
     # --------------------------------------------------------------------------------------------------------- the life
 
     def listen(self, listener: socket.socket | None = None) -> None:
-        """Take connections of this user alone.
+        """Take connections of this user, and of those that were named.
 
         Args:
             listener: socket that listens; default: a new one at the path.
@@ -131,10 +145,11 @@ class MachineService:
         Raises:
             ConfigError: another service listens there, or the directory is not private.
         """
-        self._listener = listener or bind_socket(self.path)
+        self._listener = listener or bind_socket(self.path, mode=0o660 if self._users else 0o600)
         self._inode = 0 if listener else self.path.lstat().st_ino
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._copiers.start()
+        self._selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, self._listener))
+        for user in self._users.values():
+            user.start()
         _log.info("serving %s at %s", ", ".join(self._builders), self.path)
 
     def wake(self) -> None:
@@ -148,14 +163,13 @@ class MachineService:
         Counters must not go back: a rise after the hang would count what was counted before. Any thread but the
         service's may call.
         """
+        return look_at(self, self._users, seconds)
+
+    def ask(self) -> Future[ServiceLook]:
         look: Future[ServiceLook] = Future()
         self._looks.append(look)
         self.wake()
-        try:
-            return look.result(seconds)
-        except TimeoutError:
-            look.cancel()
-            return ServiceLook(replace(self._counts, service_responsive=0))
+        return look
 
     def _counted(self) -> ServiceLook:
         tiers = {
@@ -166,7 +180,7 @@ class MachineService:
         engines: dict[EngineOfTier, EngineCounts] = {}
         for peer in self._peers.values():
             peer.add_counts(engines)
-        self._counts = ServiceCounts(
+        self.counts = ServiceCounts(
             service_responsive=1,
             service_connections=len(self._peers),
             service_refusals=self._refused,
@@ -177,7 +191,7 @@ class MachineService:
             service_kept_blocks=self.regions.blocks,
             service_inherited_blocks=self.regions.handed_over,
         )
-        return ServiceLook(self._counts, tiers, engines)
+        return ServiceLook(self.counts, tiers, engines)
 
     def stop(self) -> None:
         """Let :meth:`run` end all I/O and return; any thread, or a signal's handler, may call.
@@ -185,6 +199,8 @@ class MachineService:
         A second call lets it wait for no more stores; engines offer those to the next service.
         """
         self._hurried, self.stopping = self.stopping, True
+        for user in self._users.values():
+            user.service.stop()
         self.wake()
 
     def run(self, beat: Callable[[], object] = lambda: None) -> bool:
@@ -194,6 +210,7 @@ class MachineService:
             beat: function that is called after each turn, several times a second, while engines are connected; default:
                 nothing is.
         """
+        self._copiers.start()
         while not self.stopping:
             self.turn()
             beat()
@@ -202,11 +219,13 @@ class MachineService:
     def turn(self) -> None:
         """Wait for messages or announcements, and run one step."""
         if self._listener is not None and self._clock() >= self._listen_again:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, self._listener))
             self._listen_again = math.inf
         busy = any(tier.busy for space in self._namespaces.values() for tier in space.tiers.values())
         for key, _ in self._selector.select(BUSY_SECONDS if busy else IDLE_SECONDS):
             key.data()
+        while self._arrived:
+            self._take_in(self._arrived.popleft())
         for space in self._namespaces.values():
             space.step()
         self.regions.step()
@@ -236,13 +255,17 @@ class MachineService:
             ended = space.close_tiers(deadline) and ended
         self._copiers.stop()
         ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
+        while (left := [user for user in self._users.values() if user.is_alive()]) and self._clock() < deadline:
+            left[0].join(BUSY_SECONDS)
+            beat()
+        ended = all(user.has_ended for user in self._users.values()) and ended
         self._selector.close()
         # Not earlier: another process would serve beside this one, which still writes.
-        if (listener := self._listener) is not None:
-            with suppress(FileNotFoundError):
-                if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
-                    self.path.unlink()
-            listener.close()
+        with suppress(FileNotFoundError):
+            if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
+                self.path.unlink()
+        if self._listener is not None:
+            self._listener.close()
         if ended:
             self.regions.close()
             for space in self._namespaces.values():
@@ -270,14 +293,12 @@ class MachineService:
         with suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _accept(self) -> None:
-        if self._listener is None:
-            return
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except OSError as error:
             if error.errno in NO_ROOM:  # the connection still waits, and would wake the thread at once
-                self._selector.unregister(self._listener)
+                self._selector.unregister(listener)
                 self._listen_again = self._clock() + IDLE_SECONDS
                 if number := self._refusals.admit():
                     _log.warning("%d connection(s) wait or were refused; the last: %s", number, error.strerror)
@@ -286,19 +307,25 @@ class MachineService:
             return
         connection.setblocking(False)
         peer = Peer(connection, f"engine-{next(self._numbers)}")
-        if self.stopping:
-            self._refuse(peer, "the service ends; the next one takes connections")
-            peer.flush()
-            self._hang_up(peer)
+        service, reason = service_for(peer.uid, self, self._users)
+        if service is not None:
+            service.hand_over(peer)
             return
-        if peer.uid != os.geteuid() or peer.uid == _NOBODY or len(self._peers) >= MOST_CONNECTIONS:
-            text = f"the service takes up to {MOST_CONNECTIONS} connections of its own user, not of {peer.uid}"
-            self._refuse(peer, text)
-            peer.flush()
-            self._hang_up(peer)
-            return
-        self._peers[connection.fileno()] = peer
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
+        self._refuse(peer, reason)
+        peer.flush()
+        self._hang_up(peer)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._peers) + len(self._arrived) >= self._most_connections
+
+    def hand_over(self, peer: Peer) -> None:
+        self._arrived.append(peer)
+        self.wake()
+
+    def _take_in(self, peer: Peer) -> None:
+        self._peers[peer.socket.fileno()] = peer
+        self._selector.register(peer.socket, selectors.EVENT_READ, lambda: self._receive(peer))
         if peer.pidfd >= 0:
             self._selector.register(peer.pidfd, selectors.EVENT_READ, lambda: self._died(peer))
 
@@ -447,9 +474,9 @@ class MachineService:
         """
         space = self._namespaces.get(greeting.parameters)
         if space is None:
-            if len(self._namespaces) >= MOST_NAMESPACES:
-                raise ConfigError(f"the service has {MOST_NAMESPACES} namespaces already")
-            namespace = Namespace(greeting.parameters)
+            if len(self._namespaces) >= self._most_namespaces:
+                raise ConfigError(f"the service has {self._most_namespaces} namespaces of this user already")
+            namespace = Namespace(parameters_of(self._user, greeting.parameters))
             space = HostedNamespace(
                 namespace,
                 greeting.group_bytes,

@@ -130,7 +130,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._hints = hints
         self._host = host
         path = str(Path(options.socket).expanduser()) if host is None else host.address
-        self._link = Link(path, context.name, self._greeting, context.news.announce, self._close_rows)
+        self._link = Link(path, context.name, self._greeting, context.news.announce, self._close_rows, options.user)
         inert_in_children(self, InertTier)
 
     def _greeting(self) -> tuple[bytes, Sequence[int]]:

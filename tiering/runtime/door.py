@@ -20,15 +20,16 @@ _BACKLOG = 64
 
 
 def bind_socket(
-    path: Path, kind: socket.SocketKind = socket.SOCK_SEQPACKET, *, others: int = stat.S_IWOTH
+    path: Path, kind: socket.SocketKind = socket.SOCK_SEQPACKET, *, others: int = stat.S_IWOTH, mode: int = 0o600
 ) -> socket.socket:
-    """Return a socket that listens at ``path``, for this user alone, and does not block.
+    """Return a socket that listens at ``path``, and does not block.
 
     Args:
         path: the socket; its directory is made if it is missing.
         kind: kind of the socket; default: sequenced packets.
         others: permissions on the directory that only its owner may have; 0: any directory of anybody will do, and is
             not locked, because others may hold its lock for as long as they like. Default: others must not write there.
+        mode: permissions on the socket; default: this user alone may connect.
 
     Raises:
         ConfigError: another process listens there, or the directory is not private.
@@ -45,6 +46,8 @@ def bind_socket(
             _remove_left(path, kind)
             os.fchmod(listener.fileno(), 0o600)  # the file that bind makes gets this mode
             listener.bind(os.fspath(path))
+            if mode != 0o600:
+                path.chmod(mode)
             listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
