@@ -283,6 +283,15 @@ def test_a_signal_for_an_upgrade_does_not_end_a_process_that_waits_for_its_prede
         assert service.end() == 0
 
 
+def test_further_signals_to_a_service_that_ends_do_not_make_its_end_a_failure(service: ServiceProcess) -> None:
+    def is_over() -> bool:
+        service.process.terminate()
+        return service.process.poll() is not None
+
+    assert until(is_over, PATIENCE)
+    assert service.process.returncode == 0
+
+
 def test_of_two_processes_that_wait_one_takes_the_place(service: ServiceProcess) -> None:
     first = service.process
     first.send_signal(signal.SIGSTOP)

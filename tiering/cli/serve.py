@@ -125,7 +125,8 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
             successor.step()
 
         ended = service.run(beat)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the interpreter's end would bring its default back, death
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # the interpreter's end would bring its default back, death
         if (pid := successor.pid) is not None:
             notifier.hand_over(pid)
         if not ended:
