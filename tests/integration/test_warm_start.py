@@ -110,6 +110,20 @@ def test_the_first_request_after_a_restart_does_not_replace_what_was_published_b
     assert document.read_bytes() != content
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_document_that_was_being_written_when_the_engine_was_killed_is_none(tmp_path: Path, is_whole: bool) -> None:
+    with opened(local(tmp_path), **WARM) as first:
+        serve(first, K[:8])
+    (document,) = (tmp_path / "documents").glob(f"{HOT}*")
+    content = document.read_bytes()
+    document.with_name(f"{document.name}.new").write_bytes(content if is_whole else content[:100])
+    with opened(local(tmp_path), **WARM) as second:
+        assert warmed(second) == K[:8]
+        assert stat(second, "warm_start_engines") == 1
+        (tier,) = second.get_stats()["tiers"].values()
+        assert tier["hot_keys_refused"] == 0
+
+
 def test_without_a_document_a_restart_is_cold_and_the_blocks_are_still_on_the_disk(tmp_path: Path) -> None:
     with opened(local(tmp_path)) as first:
         serve(first, K[:8])

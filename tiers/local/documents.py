@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiering import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
-from tiering.tier import Files, store_error, store_errors
+from tiering.tier import Files, fresh_name, store_error, store_errors
 from tiers.local.layout import DIRECTORY_MODE
 from tiers.local.lock import DirectoryLock
 
@@ -138,10 +138,16 @@ class Documents:
             self._dropped_one = False
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the documents that begin with ``prefix``; none without a directory of documents."""
+        """Return the names of the documents that begin with ``prefix``; none without a directory of documents.
+
+        What a process was writing when it was killed is no document.
+        """
+        fresh = fresh_name(self._path / "name").suffix
         with store_errors(f"cannot list {self._path}"):
             names = [path.name for path in self._path.iterdir()] if self._found() is not None else []
-        return [name for name in names if name.startswith(prefix) and _NAME.fullmatch(name)]
+        return [
+            name for name in names if name.startswith(prefix) and _NAME.fullmatch(name) and not name.endswith(fresh)
+        ]
 
     def remove(self, name: str) -> None:
         """Make a document's content unreadable, durably."""
