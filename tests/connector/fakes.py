@@ -138,7 +138,7 @@ class FakeManager(OffloadingManager):
         rows: row by key, the least recently used key first.
     """
 
-    def __init__(self, capacity: int = 1 << 20) -> None:
+    def __init__(self, capacity: int = 1 << 16) -> None:
         self.free = list(range(capacity - 1, -1, -1))
         self.rows: OrderedDict[OffloadKey, int] = OrderedDict()
         self.refs: dict[OffloadKey, int] = {}

@@ -353,17 +353,41 @@ def test_loaded_rows_are_first_victims_when_all_ranks_have_loaded() -> None:
     assert bench.notes == set(request.keys())
 
 
-@pytest.mark.parametrize("end", ["failed", "aborted", "reset"])
+@pytest.mark.parametrize("end", ["failed", "aborted", "preempted", "reset"])
 def test_a_load_without_success_changes_nothing(end: str) -> None:
     bench, request = Bench(), prompt(2)
     job = load(bench, request)
     if end == "aborted":
         bench.end(request)
+    if end == "preempted":
+        request.num_computed_tokens = 0
+        bench.scheduler.build_connector_meta(FakeSchedulerOutput(preempted_req_ids={"r1"}))
     if end == "reset":
         bench.scheduler.reset_cache()
     bench.scheduler.update_connector_output(finished(job, failed=[job] if end == "failed" else ()))
     assert bench.manager.engine_held == []
     assert bench.notes == set()
+
+
+def test_a_load_behind_a_suspect_is_not_noted() -> None:
+    bench, first, request = Bench(), prompt(1), prompt(3, "r2")
+    bench.run(first)
+    bench.scheduler.reset_cache()  # the block in the engine's cache is a suspect
+    ids = bench.take(request, computed=BLOCK)
+    bench.manager.hold(request.keys())
+    meta = start_load(bench.scheduler, request, ids, computed=BLOCK)
+    bench.scheduler.update_connector_output(finished(meta.reqs_to_load["r2"].job_id))
+    assert bench.notes == set()
+
+
+def test_only_what_the_engines_cache_still_holds_may_be_evicted_first() -> None:
+    bench, request = Bench(), prompt(3)
+    bench.run(request)
+    (holds,) = bench.manager.shown
+    assert holds is not None
+    assert list(holds([*request.keys(), *prompt(1, "r2", 9).keys()])) == [True, True, True, False]
+    bench.pool._forget(bench.blocks["r1"][1])
+    assert list(holds(request.keys())) == [True, False, True]
 
 
 def test_a_request_that_must_not_store_changes_no_rank_when_it_loads() -> None:
@@ -388,6 +412,15 @@ def test_blocks_that_another_connector_did_not_fill_are_not_stored() -> None:
     bench, request = Bench(), prompt(4)
     bench.run(request)
     third = bench.blocks["r1"][2].block_id
+    bench.scheduler.update_connector_output(finished(invalid_block_ids={third}))
+    assert bench.notes == set(request.keys()[:2])
+
+
+def test_blocks_of_a_request_that_has_ended_are_not_stored_if_they_prove_unfilled() -> None:
+    bench, request = Bench(), prompt(4)
+    bench.run(request)
+    third = bench.blocks["r1"][2].block_id
+    bench.end(request)
     bench.scheduler.update_connector_output(finished(invalid_block_ids={third}))
     assert bench.notes == set(request.keys()[:2])
 

@@ -237,6 +237,42 @@ def test_what_a_faster_tier_takes_from_a_slower_one_is_stored_late() -> None:
     assert rig.late(A) == [A]
 
 
+def test_a_promoted_block_is_reserved_until_loaded_and_then_goes_first() -> None:
+    """Not before the last request that has reserved it, nor before a faster tier has read it."""
+    fast, slow = FakeTier("fast"), FakeTier("slow")
+    slow.held = {A}
+    rig = Rig(3, fast, slow)
+    first, second = rig.request("first"), rig.request("second")
+    assert all(rig.manager.match_prefix([A], ctx).pending for ctx in (first, second))
+    rig.step()
+    for job in list(slow.loads):
+        slow.finish(job)
+    rig.step()
+
+    def stays() -> bool:
+        rig.engine.update(KEYS)
+        before = rig.held()
+        new = next(key for key in KEYS[1:] if key not in before)
+        assert rig.late(new) == [new]
+        return A in rig.held()
+
+    assert all(stays() for _ in range(4)), "two requests have reserved it"
+    for ctx in (first, second):
+        assert stays(), "a request has reserved it"
+        assert rig.manager.match_prefix([A], ctx) == (1, False)
+        rig.manager.prepare_load([A], ctx)
+        assert stays(), "a request loads it"
+        rig.manager.complete_load([A], ctx)
+        rig.manager.engine_holds([A])
+        rig.manager.on_request_finished(ctx)
+    assert [job.is_fill for job in fast.stores] == [True]
+    assert stays(), "the faster tier still reads it"
+    for job in list(fast.stores):
+        fast.finish(job)
+    rig.step()
+    assert not stays()
+
+
 def test_a_tier_gets_a_block_that_another_tier_has_taken_from_the_engine() -> None:
     fast, slow = FakeTier("fast"), FakeTier("slow", admits=set())
     rig = Rig(3, fast, slow)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
+from operator import and_, attrgetter, eq
 from typing import Any, NamedTuple
 
 from tiering.api.engine import watched_blocks
@@ -27,6 +28,8 @@ from tiering.connector.free_queue import FreeQueueWalk, blocks_of_two_steps
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
+
+_BLOCK_ID, _BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")
 
 Places = dict[OffloadKey, tuple[int, ...]]
 """Offloaded blocks, with the GPU blocks of each."""
@@ -96,8 +99,6 @@ class EngineCache(FreeQueueWalk):
         """GPU blocks in the queue between its head and the cursor, and those of :attr:`_used`."""
         self._used: set[int] = set()
         """GPU blocks that requests got since the walk has last looked."""
-        self.is_due = True
-        """True if the walk looks at the queue in this step; False while it rests."""
         self._step = 0
         self._computing: deque[tuple[int, Sequence[OffloadKey]]] = deque()
         """Noted blocks by the step that computes them, until that step has certainly been processed."""
@@ -168,24 +169,28 @@ class EngineCache(FreeQueueWalk):
         if keys and self._described[group.engine_idx]:
             self._events.record_stores(request, group, positions, keys)
 
-    def begin_step(self, step: int, taken: Sequence[int], zeroed: Sequence[int]) -> None:
+    def begin_step(self, step: int, taken: Sequence[int], zeroed: Sequence[int]) -> bool:
         """Process the GPU blocks that the engine hands out for ``step``; their notes end.
 
         Args:
             step: number of the step.
             taken: blocks that the step newly allocates.
             zeroed: blocks that the engine empties before the step.
+
+        Returns:
+            True if the walk looks at the queue in this step; False while it rests.
         """
         self._step = step
         if taken:
             self._handed_out(taken)
         if zeroed:
             self._handed_out(zeroed)
+        return len(self._passed) - len(self._used) < self._enough
 
     def _handed_out(self, blocks: Sequence[int]) -> None:
         """End the notes on GPU blocks that the engine hands out."""
         self.left_queue((blocks,))
-        keys = [key for key in map(self._key_of.pop, blocks, repeat(None)) if key is not None]
+        keys = list(filter(None, map(self._key_of.pop, blocks, repeat(None))))
         if self._sharing:
             keys += chain.from_iterable(map(self._sharing.pop, blocks, repeat(())))
         if keys:
@@ -199,7 +204,6 @@ class EngineCache(FreeQueueWalk):
         """
         if self._passed:
             self._used.update(*block_ids)
-            self.is_due = len(self._passed) - len(self._used) < self._enough
 
     def drop(self, blocks: Iterable[int]) -> None:
         """End the notes on GPU blocks whose content must not be stored."""
@@ -264,7 +268,7 @@ class EngineCache(FreeQueueWalk):
         self._used.clear()
         before, room = self.cursor, self.target - len(self._passed)
         nodes = self.blocks(self._pool.free_block_queue, min(room, self._most))
-        passed = [node.block_id for node in nodes]
+        passed = list(map(_BLOCK_ID, nodes))
         leaving, gone = self._look_at(nodes, passed)
         if nodes:
             self.cursor = nodes[-1]
@@ -287,7 +291,6 @@ class EngineCache(FreeQueueWalk):
             late = self._copy(output, leaving)
         self._most = min(2 * self._most, self.target)
         self._passed.update(passed)
-        self.is_due = len(self._passed) < self._enough
         return late
 
     def _mark_computed(self) -> None:
@@ -296,7 +299,7 @@ class EngineCache(FreeQueueWalk):
         while computing and computing[0][0] < self._step - STEPS_IN_FLIGHT:
             computed += computing.popleft()[1]
         if computed:
-            self._manager.engine_holds([key for key in computed if key in self.blocks_of])
+            self._manager.engine_holds(list(filter(self.blocks_of.__contains__, computed)))
 
     def _look_at(self, nodes: Sequence[Any], blocks: Sequence[int]) -> tuple[Places, Places]:
         """Return the noted blocks among some GPU blocks, and those that are not cached any more.
@@ -306,14 +309,12 @@ class EngineCache(FreeQueueWalk):
             blocks: their numbers.
         """
         leaving, gone, known = Places(), Places(), self.blocks_of.get
-        keys = list(map(self._key_of.get, blocks))
+        keys: list[Any] = list(map(self._key_of.get, blocks))
         if not self._has_chunks:
-            # One expression, because this runs for each block that the engine uses up.
-            leaving = {
-                key: ids
-                for key, node, block in zip(keys, nodes, blocks, strict=True)
-                if key is not None and node.block_hash == key and block in (ids := known(key, ()))
-            }
+            # Without a line of Python for each block, because this runs for all that the engine uses up.
+            places = list(map(known, keys, repeat(())))
+            fitting = map(and_, map(eq, places, zip(blocks, strict=True)), map(eq, keys, map(_BLOCK_HASH, nodes)))
+            leaving = dict(compress(zip(keys, places, strict=True), fitting))
             if len(leaving) == len(keys) - keys.count(None):
                 return leaving, gone
         for key, block in zip(keys, blocks, strict=True):

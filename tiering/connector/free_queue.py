@@ -60,8 +60,9 @@ class FreeQueueWalk:
             self.cursor = None
         tail, found = queue.fake_free_list_tail, list[Any]()
         node = (queue.fake_free_list_head if self.cursor is None else self.cursor).next_free_block
-        while count > 0 and node is not tail and node is not None:
+        for _ in range(count if node is not None else 0):
+            if node is tail:
+                break
             found.append(node)
             node = node.next_free_block
-            count -= 1
         return found

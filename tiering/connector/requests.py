@@ -183,7 +183,7 @@ class FencedTables(BlockTables[RequestState]):
 
     def _assign(self, state: RequestState, block_ids: BlockIds) -> None:
         super()._assign(state, block_ids)
-        if self.engine_cache is not None:
+        if self.engine_cache is not None and state.found_tokens != 0:  # all others are newly allocated
             self.engine_cache.left_queue(block_ids)
 
     def _distrusted(self, state: RequestState, invalid_from: int) -> None:

@@ -29,7 +29,7 @@ from tiering.api.engine import OffloadingSpec
 from tiering.api.hints import NO_HINTS
 from tiering.api.keys import OffloadKey
 from tiering.api.manager import MEDIUM_CPU, OffloadingEvent
-from tiering.api.request import LATE_STORE, OffloadPolicy, ReqContext
+from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy
 from tiering.connector.cached_tokens import Cached, CachedTokens, planned
 from tiering.connector.completions import Completions
@@ -228,9 +228,9 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._waits.end_schedule()
         taken = self._fenced.take(scheduler_output)
         flush = self.fences.conflicts(taken) if taken else NO_JOBS
-        cache = self._engine_cache
+        cache, walks = self._engine_cache, False
         if cache is not None:
-            cache.begin_step(self._step, taken, getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
+            walks = cache.begin_step(self._step, taken, getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
         if self._completions.orphans:
             flush |= self._completions.orphans
         # The blocks of the loads are fenced before any store is planned.
@@ -242,8 +242,8 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
             flush = flush.difference(job.job_id for job in withdrawn)
         if self._storing:
             self._plan_stores(scheduler_output.num_scheduled_tokens, stores)
-        if cache is not None and not self._is_paused() and (late := self._stores.plan_late(cache)) is not None:
-            stores[LATE_STORE.req_id] = late
+        if cache is not None and (walks or cache.feeds_tiers) and not self._is_paused():
+            self._stores.plan_late(cache, stores, walks=walks)
         states = dict[ReqId, TransferOrder]()
         if self._handed is not None and not self._is_paused():
             states = self._handed.plan(scheduler_output, self.states)

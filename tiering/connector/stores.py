@@ -239,19 +239,21 @@ class StorePlanner:
             chosen.append(Offer(list(compress(offer.positions, new)), list(compress(offer.keys, new)), ids))
         return chosen
 
-    def plan_late(self, cache: EngineCache) -> TransferOrder | None:
-        """Return the order for blocks that are about to leave the engine's cache, or that other tiers want.
+    def plan_late(self, cache: EngineCache, stores: dict[ReqId, TransferOrder], *, walks: bool) -> None:
+        """Add the order for blocks that are about to leave the engine's cache, or that other tiers want.
 
-        None: there are none to copy.
+        Args:
+            cache: the blocks that the engine's cache holds.
+            stores: orders by request.
+            walks: False while the walk rests.
         """
-        ctx, late = LATE_STORE, cache.plan() if cache.is_due else None
+        ctx, late = LATE_STORE, cache.plan() if walks else None
         if late is None and cache.feeds_tiers:
             ctx, late = WANTED_STORE, cache.plan_wanted()
-        if late is None:
-            return None
-        job = self._jobs.open(ctx, late.keys)
-        self._fences.fence(job.job_id, late.source.block_ids, writes=False)
-        return TransferOrder(job.job_id, (late.source, late.destination))
+        if late is not None:
+            job = self._jobs.open(ctx, late.keys)
+            self._fences.fence(job.job_id, late.source.block_ids, writes=False)
+            stores[LATE_STORE.req_id] = TransferOrder(job.job_id, (late.source, late.destination))
 
     def note_loaded(self, state: RequestState) -> None:
         """Note the blocks that a request has found and loaded, if they may be stored."""
