@@ -104,6 +104,28 @@ def test_a_late_store_takes_no_row_that_is_read_and_then_changes_nothing() -> No
     assert rig.late(C) == [C]
 
 
+def test_the_head_of_what_leaves_together_stays_more_recent_than_what_is_copied() -> None:
+    rig = Rig(3)
+    rig.late(A)
+    assert rig.late(A, B, C) == [B, C]
+    rig.late(D)
+    assert rig.held() == {A, B, D}
+
+
+@pytest.mark.parametrize("end", ["success", "failure", "reset"])
+def test_what_leaves_together_is_forgotten_at_the_end_of_its_store(end: str) -> None:
+    rig = Rig(3)
+    rig.late(A)
+    output = rig.manager.prepare_late_store([A, B])
+    assert output is not None
+    assert rig.manager._jobs.late_copies.leaving == {B: [A, B]}
+    if end == "reset":
+        rig.manager.reset_cache()
+    else:
+        rig.manager.complete_store([B], LATE_STORE, success=end == "success")
+    assert rig.manager._jobs.late_copies.leaving == {}
+
+
 def test_a_late_store_across_a_reset_frees_its_rows() -> None:
     rig = Rig(2)
     output = rig.manager.prepare_late_store([A, B])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
@@ -98,7 +98,18 @@ class ManagerExclusive(ManagerParts):
             if self._further_copies:
                 self._count_copies(output.keys_to_store)
             late.discard(keys)
+            if 0 < len(output.keys_to_store) < len(keys):
+                late.leaving[output.keys_to_store[0]] = keys
         return output
+
+    def _make_recent(self, stores: Iterable[Sequence[OffloadKey]]) -> None:
+        """Make the blocks recent in the order in which they leave, because stores of some of them have ended.
+
+        The head of a prompt must stay more recent than its new blocks: these are useless without it.
+        """
+        for keys in stores:
+            if keys and (leaving := self._jobs.late_copies.leaving.pop(keys[0], None)) is not None:
+                self.primary_tier.refresh_readable(leaving)
 
     def _count_copies(self, keys: Sequence[OffloadKey]) -> None:
         """Add to the credit what late copies cost.

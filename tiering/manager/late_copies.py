@@ -34,6 +34,8 @@ class LateCopies:
         """Credit from which blocks are copied that came from a tier."""
         self.spares = True
         """True if a block that a tier has taken needs no row before its second use."""
+        self.leaving: dict[OffloadKey, Sequence[OffloadKey]] = {}
+        """Blocks that leave the engine's cache together, with and without rows, by the first one that is copied."""
         self._states = states
         self._least: dict[OffloadKey, float] = {}
 
@@ -79,6 +81,7 @@ class LateCopies:
 
     def clear(self) -> None:
         """Drop all notes, because a tier may not have the blocks any more."""
+        self.leaving.clear()
         if self._least:
             DISPOSAL.add((self._least,))
             self._least = {}

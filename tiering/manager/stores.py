@@ -78,6 +78,8 @@ class ManagerStores(ManagerExclusive):
                 for stored, _, ctx in ended:
                     if ctx is not LATE_STORE:
                         self.primary_tier.mark_held(stored)
+        if self._jobs.late_copies.leaving:
+            self._make_recent([keys for keys, _, _ in stores])
         if self._jobs.awaited:
             self._cascade_awaited()
         for _, ctx, _ in stores:
