@@ -35,7 +35,7 @@ class LateCopies:
         self.spares = True
         """True if a block that a tier has taken needs no row before its second use."""
         self.leaving: dict[OffloadKey, Sequence[OffloadKey]] = {}
-        """Blocks that leave the engine's cache together, with and without rows, by the first one that is copied."""
+        """Blocks that leave the engine's cache together, by the first one that is copied."""
         self._states = states
         self._least: dict[OffloadKey, float] = {}
 
