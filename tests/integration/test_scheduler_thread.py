@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import re
 import sys
 import threading
@@ -159,6 +160,8 @@ class Calls:
 
 @contextmanager
 def profiled(calls: Calls) -> Iterator[None]:
+    """Note the calls of this thread; what earlier tests have left to the garbage collector ends before."""
+    gc.collect()
     sys.setprofile(calls)
     try:
         yield

@@ -76,9 +76,10 @@ class TierRig:
     ) -> None:
         stride = -(-max(group_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         rows_fd = None
+        self._closing: Callable[[], object] = lambda: None
         if shares_rows:
             rows_fd = os.memfd_create("kv-tiering-rig")
-            weakref.finalize(self, os.close, rows_fd)
+            self._closing = weakref.finalize(self, os.close, rows_fd)
             os.ftruncate(rows_fd, num_rows * stride)
             os.fchmod(rows_fd, 0o600)
         memory = mmap.mmap(-1 if rows_fd is None else rows_fd, num_rows * stride)
@@ -116,7 +117,9 @@ class TierRig:
 
     def close(self) -> bool:
         """Shut the tier down, and return True if it ended in time."""
-        return self.tier.shutdown(self.context.clock() + PATIENCE_SECONDS)
+        ended = self.tier.shutdown(self.context.clock() + PATIENCE_SECONDS)
+        self._closing()
+        return ended
 
     def content(self, key: OffloadKey) -> bytes:
         """Return the content of the block of ``key``."""
