@@ -152,6 +152,21 @@ def test_a_request_loads_longer_than_it_would_compute_if_another_one_begins_in_t
     assert rig.ask(rig.begin("beside"), rig.keys("beside")).pending is is_same_step
 
 
+def test_a_request_that_was_cut_off_begins_in_the_step_and_one_that_no_tier_delayed_does_not(rig: Rig) -> None:
+    rig.manager.note_compute([1.0])
+    rig.measure(1.2)
+    rig.manager.note_compute([BLOCK_SECONDS])
+    rig.manager.note_scheduled(rig.begin("new"))
+    assert not rig.ask(rig.begin("a"), rig.keys("a", 2)).pending
+    for job in list(rig.tier.loads):  # it measures
+        rig.finish(job, 0.12 * len(job.keys))
+    rig.manager.on_schedule_end()
+    cut = rig.begin("cut")
+    rig.manager._known["cut"].is_cut = True
+    rig.manager.note_scheduled(cut)
+    assert rig.ask(rig.begin("b"), rig.keys("b")).pending
+
+
 @pytest.mark.parametrize("blocks", [(20, 10, 30), (10, 20, 30), (30, 20, 10)])
 def test_the_shortest_of_the_first_prompts_shows_the_speed_of_the_engine(blocks: tuple[int, ...]) -> None:
     rig = Rig()

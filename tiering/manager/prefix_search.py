@@ -186,8 +186,9 @@ class PrefixSearch:
 
     def scheduled(self, request: Request) -> None:
         """Record that the step that is being built computes what a request has not loaded."""
-        if request.arrived_at > -math.inf:
+        if request.is_cut or request.arrived_at > -math.inf:
             self.queue.begins(request)
+        if request.arrived_at > -math.inf:
             now = self._clock()
             self._handover.add(now - request.arrived_at, now)
             request.arrived_at = -math.inf
