@@ -82,6 +82,24 @@ def test_neither_the_first_namespace_of_a_medium_nor_one_that_is_known_says_anyt
     assert "begins empty" not in caplog.text
 
 
+def test_what_differs_is_kept_for_the_explanation_of_misses(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cold_start(own: Namespace, revision: str | None = None) -> dict[str, str]:
+        context = TierContext("local", memoryview(b""), (1,), own, revision=revision)
+        opener = Opener(context, store)
+        opener.enter(None)
+        opener.close(10)
+        return context.agreement.cold_starts
+
+    assert cold_start(namespace(replace(MODEL, dtype="float16"))) == {}
+    assert cold_start(namespace(MODEL)) == {"local": 'model.dtype ("float16" there, "bfloat16" here)'}
+    assert cold_start(namespace(MODEL)) == {}
+    assert cold_start(namespace(MODEL), "v2") == {"local": "revision"}
+    assert "its blocks were stored with another revision" in caplog.text
+    assert cold_start(namespace(MODEL), "v2") == {}
+
+
 def test_a_salt_is_not_written_out(caplog: pytest.LogCaptureFixture) -> None:
     store = DictStore()
     own, other = namespace(MODEL, "secret"), namespace(MODEL, "other")

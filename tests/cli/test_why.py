@@ -12,7 +12,9 @@ import pytest
 from tests.cli.runner import kv_tiering
 from tests.explain.walk import explained, make_explainer
 from tiering.explain.causes import REASONS, REMEDIES, MissCause, Reason
+from tiering.explain.explainer import Missed
 from tiering.explain.service import ExplainService
+from tiering.testing.keys import keys_of
 
 
 @pytest.fixture
@@ -36,9 +38,9 @@ def test_a_request_is_explained_span_by_span(engine: ExplainService) -> None:
         "  tokens 28 to 29 (2)",
     ]
     assert lines[0].endswith(": 30 prompt tokens, 4 from caches, 26 computed")
-    assert lines[1].endswith(": evicted from cpu, 10 min ago; about 1.04 times the capacity would have kept them")
+    assert lines[1].endswith(": evicted from cpu, 10 min ago; 1.04 times the capacity or less would have kept them")
     assert lines[2].endswith(f": local has stored the block, and it was not loaded ({REASONS[Reason.GAP]})")
-    assert lines[-1] == "  (nothing is known from before the last 10 min)"
+    assert lines[-1] == "  (nothing is known from before the last 10 min: the engine's start, a reset or a new epoch)"
     assert remedies[0] == "    to do: give cpu more capacity, or put a slower tier behind it"
     assert len(remedies) == 3  # nothing can be done about the end of the prompt
 
@@ -63,9 +65,43 @@ def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainServ
         ["8", "30.8%", "diverged:"],
         ["2", "7.7%", "remainder:"],
     ]
-    assert lines[1].endswith("; about 1.1 times the capacity would have kept half of them, 1.1 times nine tenths")
+    assert lines[1].endswith("; 1.1 times the capacity or less would have kept half of them, 1.1 times nine tenths")
     assert f"({REASONS[Reason.GAP]})" in lines[3]
     assert "to do: look at the cause of the missing block" in lines[4]
+
+
+def test_the_id_of_a_client_finds_each_prompt_and_choice(tmp_path: Path) -> None:
+    explainer = make_explainer()
+    for name in ("cmpl-7-0-ab", "0_cmpl-7-1-cd", "1_cmpl-7-1-cd", "cmpl-77-0-ef"):
+        explainer.missed(Missed(name, 9, 0, 9, 8, keys_of(2), None))
+        explainer.started(name, 0)
+    service = ExplainService(explainer, tmp_path / "s")
+    lines = kv_tiering("why", "cmpl-7", "--socket", service.path).out.splitlines()
+    alone = kv_tiering("why", "cmpl-77", "--socket", service.path).out
+    service.stop(30)
+    assert lines[0].startswith("1_cmpl-7-1-cd: 9 prompt tokens")
+    assert lines[-1] == "  (the same id has other prompts or choices: 0_cmpl-7-1-cd, cmpl-7-0-ab)"
+    assert "the same id" not in alone
+
+
+@pytest.mark.parametrize("words", [("a",), ("--top",)])
+def test_new_tokens_name_what_differs_in_the_blocks_of_others(tmp_path: Path, words: tuple[str, ...]) -> None:
+    explainer = make_explainer()
+    explainer.missed(Missed("a", 9, 0, 9, 8, keys_of(2), None))
+    explainer.started("a", 0)
+    service = ExplainService(explainer, tmp_path / "s", lambda: {"local": "revision"})
+    done = kv_tiering("why", *words, "--socket", service.path)
+    service.stop(30)
+    assert [line.strip() for line in done.out.splitlines() if "began empty" in line] == [
+        "(local began empty beside blocks that differ in revision)"
+    ]
+
+
+def test_other_causes_do_not_name_the_blocks_of_others(tmp_path: Path) -> None:
+    service = ExplainService(explained("a"), tmp_path / "s", lambda: {"local": "revision"})
+    done = kv_tiering("why", "a", "--socket", service.path)
+    service.stop(30)
+    assert "began empty" not in done.out
 
 
 def test_the_answer_is_printed_as_data(engine: ExplainService) -> None:

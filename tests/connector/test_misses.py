@@ -335,12 +335,42 @@ def test_blocks_of_a_tier_that_is_not_asked_are_gated(tmp_path: Path, rule: str)
         assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.GATED)
 
 
-def test_overdue_promotions_are_late(tmp_path: Path) -> None:
+def test_overdue_promotions_of_a_tier_that_delivers_nothing_are_hung(tmp_path: Path) -> None:
     with rig(tmp_path, load_deadline=1.0) as one:
         one.run(PROMPT, "a")
         one.evict("cpu")
         one.tier.finish_all = lambda: one.clock.advance(2)  # type: ignore[method-assign]
-        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.LATE)
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.HUNG)
+
+
+def test_overdue_promotions_of_a_tier_that_delivers_others_are_late(tmp_path: Path) -> None:
+    with rig(tmp_path, load_deadline=1.0, max_load_blocks=1) as one:
+        one.run(PROMPT, "a")
+        one.evict("cpu")
+
+        def finish_one() -> None:
+            if one.tier.loads:
+                one.tier.finish(one.tier.loads[0])
+            one.clock.advance(2)
+
+        one.tier.finish_all = finish_one  # type: ignore[method-assign]
+        assert one.causes(PROMPT, "b")[0] == (4, 16, MissCause.UNSERVED, "local", Reason.LATE)
+
+
+def test_loads_that_take_longer_than_computing_are_cut(tmp_path: Path) -> None:
+    with rig(tmp_path, load_or_compute="auto") as one:
+        one.manager.note_compute([0.1])
+        one.run(PROMPT, "a")
+        one.evict("cpu")
+        one.tier.finish_all = lambda: one.clock.advance(2)  # type: ignore[method-assign]
+        assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.UNSERVED, "local", Reason.CUT)
+
+
+def test_blocks_without_a_row_are_misses_for_lack_of_room(tmp_path: Path) -> None:
+    with rig(tmp_path, rows=4) as one:
+        one.run(PROMPT, "a")
+        one.evict("cpu")
+        assert one.causes(PROMPT, "b")[0] == (8, 16, MissCause.UNSERVED, "local", Reason.ROOM)
 
 
 def test_blocks_that_a_tier_fails_to_load_have_failed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.explain.walk import LEAST, TIERS, causes_of, event, make_explainer
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import LookupOutcome
+from tiering.api.misses import LookupOutcome
 from tiering.explain import explainer as module
 from tiering.explain import past_prompts
 from tiering.explain.causes import MissCause, Reason
@@ -27,7 +27,7 @@ MINE, THEIRS = keys_of(*range(4)), keys_of(*range(100, 104))
 
 def compute(explainer: Explainer, name: str, keys: Sequence[OffloadKey], tokens: Prompt = NO_PROMPT) -> Explanation:
     end = 4 * len(keys)
-    outcome = LookupOutcome(False, (), LEAST)
+    outcome = LookupOutcome(None, (), LEAST)
     explainer.missed(Missed(name, end + 1, 0, end + 1, end, keys, outcome, tokens))
     explainer.started(name, 0)
     explainer.ended(name, keys, tokens)

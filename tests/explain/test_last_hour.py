@@ -14,7 +14,7 @@ def evicted(tokens: int, factor: float | None, tier: str = "cpu") -> Span:
 def test_multiples_are_weighted_by_tokens() -> None:
     hour = LastHour()
     hour.add(1, [evicted(60, 1.5), evicted(29, 4.0), evicted(11, 40.0)])
-    assert hour.multiples(1, "cpu") == (1.54, 41.5)  # in steps of an eighth of a doubling, rounded up
+    assert hour.multiples(1, "cpu") == (1.55, 41.5)  # in steps of an eighth of a doubling, rounded up
     hour.add(2, [evicted(1000, 4.0)])
     assert hour.multiples(2, "cpu") == (4.0, 4.0)
 

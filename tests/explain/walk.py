@@ -9,7 +9,8 @@ from operator import eq
 
 from tiering.api.engine import MissExplaining
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import LOCAL, MEDIUM_STORAGE, LookupOutcome, OffloadingEvent, Unstored
+from tiering.api.manager import LOCAL, MEDIUM_STORAGE, OffloadingEvent
+from tiering.api.misses import LookupOutcome, Unstored
 from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explainer import Explainer, Missed
 from tiering.explain.explanation import Explanation
@@ -76,7 +77,7 @@ class Walk:
                 causes[behind:allowed] = planted[: max(0, allowed - behind)]
         tokens = [cause for cause in causes for _ in range(BLOCK)] + [(MissCause.REMAINDER, "")] * tail
         failed = rng.randrange(found + 1) if rng.random() < 0.1 else 0
-        outcome = LookupOutcome(False, (), LEAST)
+        outcome = LookupOutcome(None, (), LEAST)
         end = prompt - tail
         own = Prompt(prompt_tokens, "mine", "own")
         self.explainer.missed(Missed(name, prompt, found * BLOCK, (found + allowed) * BLOCK, end, keys, outcome, own))
@@ -141,7 +142,7 @@ def explained(name: str) -> Explainer:
     explainer.events([event("cpu", *keys[:4]), event("local", *keys[2:4]), event("cpu", *keys[:4], evicted=True)])
     explainer.settle()
     clock.advance(600)
-    explainer.missed(Missed(name, 30, 4, 30, 28, keys, LookupOutcome(False, (), LEAST)))
+    explainer.missed(Missed(name, 30, 4, 30, 28, keys, LookupOutcome(None, (), LEAST)))
     explainer.started(name, 4)
     return explainer
 

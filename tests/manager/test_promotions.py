@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tiering.api.keys import OffloadKey
+from tiering.api.misses import Refusal
 from tiering.api.request import ReqContext
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.manager.manager_stats import ManagerStats
@@ -109,7 +110,7 @@ def test_the_first_key_without_room_stays_a_miss_if_the_request_itself_takes_all
     world = World(rows, share, tier_rows)
     assert world.promotions.start(world.fast, world.r1, K) == Started(2, waits=False)
     assert set(world.primary.pending) == {A, B}
-    assert world.r1.refused == {C}
+    assert world.r1.refused == {C: Refusal.ROOM}
     assert world.stats.promotions_without_room == 1
     assert world.promotions.start(world.fast, world.r2, [C, D]) == Started(0, waits=True)
     assert not world.r2.refused
@@ -139,7 +140,7 @@ def test_reserved_rows_count_in_the_share_of_promotions() -> None:
     world.promotions.end(world.run([A, B]), None)
     assert world.counts() == (0, 2, 0)
     assert world.promotions.start(world.fast, world.r1, [C, D]).blocks == 1
-    assert world.r1.refused == {D}
+    assert world.r1.refused == {D: Refusal.ROOM}
 
 
 def test_promotions_evict_and_count_it() -> None:
@@ -412,7 +413,7 @@ def test_an_overdue_promotion_is_a_miss_at_once_and_keeps_its_rows_until_the_job
     assert world.counts() == (2, 0, 2)
     world.expire(promotion.deadline)
     assert world.stats.promotions_overdue == 2
-    assert world.r1.refused == world.r2.refused == {A, B}
+    assert world.r1.refused == world.r2.refused == {A: Refusal.HUNG, B: Refusal.HUNG}
     assert world.r1.asked == world.r2.asked == set()
     assert not world.primary.pending
     assert world.counts() == (0, 0, 2)
@@ -451,7 +452,7 @@ def test_a_promotion_that_ended_in_time_is_never_overdue_and_does_not_hide_the_n
     world.promotions.end(first, None)
     world.expire(second.deadline)
     assert world.stats.promotions_overdue == 1
-    assert (world.r1.refused, set(world.primary.readable)) == ({B}, {A})
+    assert (set(world.r1.refused), set(world.primary.readable)) == ({B}, {A})
 
 
 def test_a_tier_without_a_deadline_is_waited_for() -> None:
@@ -471,7 +472,7 @@ def test_all_promotions_of_a_failed_tier_fail_and_no_others() -> None:
     for _ in range(2):
         world.promotions.fail_all(world.fast)
     assert (ended.awaited, running.awaited, other.awaited) == (True, False, True)
-    assert world.r1.refused == {B}
+    assert world.r1.refused == {B: Refusal.FAILED}
     assert set(world.primary.pending) == {C, D}
     assert world.promotions.rows_promoting == 2
     assert world.stats.promotions_overdue == 0

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 from tiering.api.descriptions import TierDescriptions
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import OffloadKey
+from tiering.api.misses import LookupOutcome, Unstored
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import BlockIDsLoadStoreSpec, LoadStoreSpec
 
@@ -79,39 +80,6 @@ class OffloadingEvent:
     """True if the blocks are gone because the tier evicted them for room; default False."""
     others: int = field(default=0, compare=False)
     """Number of further blocks that the tier evicted, and that this engine has not announced; default 0."""
-
-
-class LookupOutcome(NamedTuple):
-    """Facts about the lookups of a request, for the explanation of a miss."""
-
-    refused: bool
-    """True if the block stays a miss for the request: its promotion was overdue, or found no row."""
-    failed: tuple[str, ...]
-    """Names of the tiers that failed to load the block for the request."""
-    tiers: tuple[tuple[str, int], ...]
-    """Names of the secondary tiers that the request may use, each with the least blocks of a load."""
-    gated: tuple[str, ...] = ()
-    """Names of the tiers from which loads take longer than computing; default: none."""
-    control: str = ""
-    """Name of the tier that was not asked for the request, to measure what its loads save; default: none."""
-    cut: bool = False
-    """True if the windows of other KV-cache groups leave no hit that needs the block."""
-
-
-class Unstored(NamedTuple):
-    """Blocks that were offered to a secondary tier, and the part of them that it took."""
-
-    tier: str
-    """Name of the tier."""
-    keys: Sequence[OffloadKey]
-    """Keys of the blocks."""
-    taken: Sequence[OffloadKey]
-    """Those of ``keys`` that the tier took; the others were declined or dropped, or their write failed."""
-
-    def refused(self) -> list[OffloadKey]:
-        """Return the keys that the tier did not take."""
-        taken = frozenset(self.taken)
-        return [key for key in self.keys if key not in taken]
 
 
 class OffloadingManager(ABC):
@@ -387,6 +355,13 @@ class OffloadingManager(ABC):
     def take_unstored(self) -> Sequence[Unstored]:
         """Return the blocks that secondary tiers did not take since the last call; the default has none."""
         return ()
+
+    def cold_starts(self) -> Mapping[str, str]:
+        """Return tier → what differs, of the tiers that have begun empty beside blocks of others.
+
+        Any thread may call the method. The default has none.
+        """
+        return {}
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from tiering.api.masking import shown_name
 from tiering.cli.output import duration
 from tiering.explain.causes import REASONS, REMEDIES, SENTENCES, MissCause, Reason
 from tiering.explain.past_blocks import TIME_UNIT
@@ -28,9 +30,9 @@ from tiering.explain.service import ask, runtime_directory, sockets
 def why(request: str | None, top: bool, path: Path | None, as_json: bool) -> int:
     """Show why an engine computed the prompt tokens of a request.
 
-    REQUEST is the id of one of the last requests, as the client got it; the answer about an unknown one names the
-    latest ids. The engine's stack needs the word explain, and the command runs on the engine's machine, as the engine's
-    user. No answer has tokens.
+    REQUEST is the id of one of the last requests, as the client got it. The answer about an unknown one names the
+    latest ids, and that about a request with several prompts or choices the others. The engine's stack needs the word
+    explain, and the command runs on the engine's machine, as the engine's user. No answer has tokens.
 
     \b
     Examples:
@@ -77,7 +79,9 @@ def _lines(answer: dict[str, Any]) -> Iterator[str]:
     for span in answer["causes"]:
         yield f"  tokens {span['first']} to {span['end'] - 1} ({span['end'] - span['first']}): {_words(span)}"
         yield from _remedies(span, "    ")
-    yield f"  (nothing is known from before the last {duration(answer['followed_seconds'])})"
+    yield from _notes(answer, "  ")
+    if "others" in answer:
+        yield f"  (the same id has other prompts or choices: {', '.join(map(shown_name, answer['others']))})"
 
 
 def _words(span: dict[str, Any]) -> str:
@@ -89,11 +93,16 @@ def _words(span: dict[str, Any]) -> str:
         newest, oldest = (duration(age) if age else f"under {TIME_UNIT:g} s" for age in span["ages"])
         text += f", {oldest} ago" if newest == oldest else f", {newest} to {oldest} ago"
     if "factor" in span:
-        text += f"; about {span['factor']:g} times the capacity would have kept them"
+        text += f"; {_multiple(span['factor'])} times the capacity or less would have kept them"
     if "factors" in span:
-        half, most = span["factors"]
-        text += f"; about {half:.2g} times the capacity would have kept half of them, {most:.2g} times nine tenths"
+        half, most = map(_multiple, span["factors"])
+        text += f"; {half} times the capacity or less would have kept half of them, {most} times nine tenths"
     return text
+
+
+def _multiple(factor: float) -> str:
+    """Return a multiple of a capacity, rounded up to a whole number from 10 on."""
+    return f"{factor:g}" if factor < 10.0 else str(math.ceil(factor))
 
 
 def _cause(span: dict[str, Any]) -> str:
@@ -119,4 +128,13 @@ def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
     for one in causes:
         yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_words(one)}"
         yield from _remedies(one, " " * 22)
-    yield f"(nothing is known from before the last {duration(answer['followed_seconds'])})"
+    yield from _notes(answer, "")
+
+
+def _notes(answer: dict[str, Any], indent: str) -> Iterator[str]:
+    """Yield what limits an answer: blocks of other namespaces, and the time that is known."""
+    if any(one["cause"] == MissCause.NEW.word for one in answer["causes"]):
+        for tier, differs in answer.get("cold_starts", {}).items():
+            yield f"{indent}({tier} began empty beside blocks that differ in {differs})"
+    seconds = duration(answer["followed_seconds"])
+    yield f"{indent}(nothing is known from before the last {seconds}: the engine's start, a reset or a new epoch)"

@@ -56,7 +56,7 @@ class Misses:
         """Names of the tiers whose capacity is known, or was looked for."""
         self.explainer = Explainer(explaining, self._group.offloaded_block_size, clock)
         """The explainer."""
-        self.service = ExplainService(self.explainer, explaining.socket)
+        self.service = ExplainService(self.explainer, explaining.socket, manager.cold_starts)
         """The explainer's thread and socket."""
 
     def totals(self) -> dict[str, dict[str, int]]:

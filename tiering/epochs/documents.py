@@ -161,7 +161,11 @@ class EpochDocument:
             namespace: namespace of the process.
             revision: revision of the process; None: no revision.
         """
-        return not self.private and self.base == namespace.base and self.revision == _digest(revision)
+        return not self.private and self.base == namespace.base and not self.is_of_another(revision)
+
+    def is_of_another(self, revision: str | None) -> bool:
+        """Return True if the blocks of this epoch were computed with another revision; None: with any."""
+        return self.revision != _digest(revision)
 
 
 def new_invalidation() -> bytes:

@@ -23,8 +23,8 @@ _UNTOLD = frozenset({"salt"})
 """Parameters whose values are not logged."""
 
 
-def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> None:
-    """Log the parameters in which the nearest of the other namespaces differs.
+def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> str:
+    """Log the parameters in which the nearest of the other namespaces differs, and return them.
 
     Documents that cannot be read are left out.
 
@@ -33,12 +33,15 @@ def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> N
         store: the medium.
         parameters: parameters of the new namespace, as in its own document.
         prefix: prefix of the names of such documents.
+
+    Returns:
+        The parameters as a text; empty if there is no other namespace.
     """
     try:
         names = sorted(store.list_documents(prefix))
     except StoreError as error:
         logger.info("tier %s: the namespaces that its medium knows cannot be listed: %s", tier, error)
-        return
+        return ""
     own = _leaves(parse_json(parameters))
     others = [
         (tuple(_differences(own, known)), name)
@@ -46,7 +49,7 @@ def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> N
         if (known := _read(store, name)) is not None
     ]
     if not others:
-        return
+        return ""
     differences, nearest = min(others, key=lambda other: (len(other[0]), other[1]))
     told = list(differences[:_MAX_TOLD])
     if len(differences) > _MAX_TOLD:
@@ -59,6 +62,7 @@ def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> N
         nearest,
         "; ".join(told),
     )
+    return "; ".join(told)
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

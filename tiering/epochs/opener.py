@@ -211,6 +211,8 @@ class Opener:
                 self._tell_loss(name, missing=stored is None, known=known)
             elif isinstance(found, EpochDocument) and not known:
                 self._tell_rewritten(parameters_document(self._namespace), "missing")
+            elif not reset and self._document.is_of_another(self._revision):
+                self._tell_revision()
             return found
         try:
             if action.do is Do.REMOVE:
@@ -326,7 +328,9 @@ class Opener:
         if stored is None:
             if document not in self._told:
                 self._told.add(document)
-                log_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
+                nearest = log_nearest(self._name, self._store, self._namespace.parameters, PARAMETERS)
+                if nearest:
+                    self._agreement.cold_starts[self._name] = nearest
             return False, False
         if bytes(stored) == expected:
             return True, True
@@ -337,6 +341,12 @@ class Opener:
             )
         self._tell_rewritten(document, "damaged")
         return True, False
+
+    def _tell_revision(self) -> None:
+        """Log that the medium has blocks of another revision alone."""
+        if self._name not in self._agreement.cold_starts:
+            self._agreement.cold_starts[self._name] = "revision"
+            logger.warning("tier %s: begins empty, because its blocks were stored with another revision", self._name)
 
     def _tell_rewritten(self, document: str, state: str) -> None:
         """Log that the parameters, which only people read, are written again beside blocks that are served."""

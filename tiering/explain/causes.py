@@ -44,6 +44,9 @@ class Reason(IntEnum):
     LOGPROBS = 9
     ADAPTER = 10
     RESET = 11
+    HUNG = 12
+    CUT = 13
+    ROOM = 14
 
     @property
     def word(self) -> str:
@@ -71,7 +74,10 @@ SENTENCES = {
 
 REASONS = {
     Reason.GAP: "a block that the hit needs, in front or of another KV-cache group, was missing",
-    Reason.LATE: "the load took longer than load_deadline or, with load_or_compute: auto, computing; or found no row",
+    Reason.LATE: "the load took longer than load_deadline",
+    Reason.HUNG: "nothing came from the tier within load_deadline",
+    Reason.CUT: "the load took longer than computing was expected to take",
+    Reason.ROOM: "no row of the CPU tier became free for it in time",
     Reason.FAILED: "the tier failed to load it",
     Reason.SHORT: "fewer blocks than the tier's min_prefix_blocks",
     Reason.GATED: "computing was expected to take less time than a load, or load_or_compute is never",
@@ -89,17 +95,21 @@ REMEDIES = {
     "unstored cpu": "nothing, if the request had store: false, or another one computed the same at once; else look at "
     "stores_without_room",
     "evicted": "give {tier} more capacity, or put a slower tier behind it",
-    "lost": "look at ttl and corrupt_blocks of {tier}, and at the lifecycle rule of its bucket",
-    "new": "nothing, if no such prompt came in the known time; after a change of model, dtype, layout or salt, see "
-    "kv-tiering inspect",
+    "lost": "look at corrupt_blocks of {tier} and the log for a damaged medium; of a bucket, at ttl, its lifecycle "
+    "rule and others who delete",
+    "new": "nothing, if no such prompt came in the known time; after a change of model, dtype, layout, salt or "
+    "revision, see below and kv-tiering inspect",
     "diverged": "if the prompts should be alike, move times, names and ids to the end of the template",
     "other_adapter": "nothing, if the requests are meant to use different adapters",
     "load_failed": "look at loads_failed and hits_shrunk, and at the log of the workers",
     "unexamined": "set a larger explain.blocks",
     "gap": "look at the cause of the missing block: it stands in front, or is one of a window"
     " (which are stored as --prefix-cache-retention-interval says)",
-    "late": "nothing, if loads_cut of {tier} grows, for computing took less time; else look at loads_overdue and the "
-    "log for a medium that hangs; if it is only slow, set a larger load_deadline, or give the CPU tier more capacity",
+    "late": "set a larger load_deadline for {tier}, or load_or_compute: auto; or give the CPU tier more capacity",
+    "hung": "find out why {tier} does not answer: see the log, and whether loads_overdue stays above 0; if it is only "
+    "slow, set a larger load_deadline, or load_or_compute: auto",
+    "cut": "nothing: the load did not pay; if {tier} should be faster, see its worth and speed in `kv-tiering top`",
+    "room": "give the CPU tier more capacity, or look at promotion_share and at primary_share of {tier}",
     "failed": "look at the log, and at promotions_failed of {tier}",
     "short": "nothing, if so few blocks are not worth a load; else set a smaller min_prefix_blocks for {tier}",
     "gated": "nothing, if {tier} is as slow as `kv-tiering top` and `bench` show; else set load_or_compute: always",

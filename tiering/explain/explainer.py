@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from tiering.api.engine import MissExplaining
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import LookupOutcome, OffloadingEvent, Unstored
+from tiering.api.manager import OffloadingEvent
 from tiering.api.masking import shown_name
+from tiering.api.misses import LookupOutcome, Unstored
 from tiering.explain.causes import OF_A_TIER, MissCause, Reason
-from tiering.explain.explanation import Explanation, Span, summary
+from tiering.explain.explanation import Explanation, Span, is_of, summary
 from tiering.explain.last_hour import Causes, LastHour
 from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
 from tiering.explain.past_prompts import NO_PROMPT, PastPrompts, Prompt
@@ -228,19 +229,21 @@ class Explainer:
                 self._tokens_taken += note.tokens.waiting
 
     def answer(self, req_id: str) -> Explanation | None:
-        """Return the explanation of a request; None if it has none, or has dropped out.
+        """Return the explanation of the latest of :meth:`names`; None if there is none."""
+        return self._explained.get(next(iter(self.names(req_id)), ""))
 
-        Engines append a hyphen and letters of their own to the id that a client knows; the latest such request counts.
+    def names(self, req_id: str) -> list[str]:
+        """Return the explained requests that a client knows by one id, the latest first.
+
+        There is one for each prompt and choice.
         """
-        found = self._explained.get(req_id)
-        if found is None:
-            latest = (name for name in reversed(self._explained) if name.startswith(f"{req_id}-"))
-            found = self._explained.get(next(latest, ""))
-        return found
+        if req_id in self._explained:
+            return [req_id]
+        return [name for name in reversed(self._explained) if is_of(name, req_id)]
 
     def is_waiting(self, req_id: str) -> bool:
         """Return True if a request has not begun to compute."""
-        return req_id in self._open or any(name.startswith(f"{req_id}-") for name in self._open)
+        return req_id in self._open or any(is_of(name, req_id) for name in self._open)
 
     def latest(self, count: int) -> list[str]:
         """Return the ids of the latest requests with an explanation, the latest first."""
@@ -424,8 +427,8 @@ class Explainer:
         """
         if outcome is None:
             return Reason.GAP
-        if outcome.refused:
-            return Reason.LATE
+        if outcome.refused is not None:
+            return Reason[outcome.refused.name]
         if tier in outcome.failed:
             return Reason.FAILED
         least = dict(outcome.tiers).get(tier)
@@ -453,7 +456,7 @@ class Explainer:
             span = span._replace(ages=ages)
         if kind is MissCause.EVICTED and (capacity := self._capacities[tier]):
             later = (self._evictions[tier] - records.number[start:end].astype(np.int64)) % (1 << 32)
-            span = span._replace(factor=round(1 + int(later.max()) / capacity, 2))
+            span = span._replace(factor=-(-100 * (capacity + int(later.max())) // capacity) / 100)  # rounded up
         return span
 
     # ------------------------------------------------------------------------------------------------------ begin, sums

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tiering.explain.causes import MissCause, Reason
+
+_CHOICE = re.compile(r"^\d+_")
+"""Number that vLLM puts in front of the id of a request with several choices."""
 
 
 class Span(NamedTuple):
@@ -71,6 +75,11 @@ def _span_data(span: Span) -> dict[str, Any]:
     }
     place = {"first": span.first, "end": span.end, "cause": span.cause.word}
     return place | {word: value for word, value in known.items() if value}
+
+
+def is_of(name: str, req_id: str) -> bool:
+    """Return True if a client knows a request by an id, to which the engine adds a choice and a suffix."""
+    return _CHOICE.sub("", name).startswith(f"{req_id}-")
 
 
 def summary(spans: Sequence[Span]) -> str:

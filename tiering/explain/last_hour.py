@@ -70,5 +70,5 @@ def _reached(steps: Counter[int], share: float) -> float:
     left, multiple = share * steps.total(), 1.0
     for step, tokens in sorted(steps.items()):
         if left > 0:
-            left, multiple = left - tokens, round(2.0 ** (step / _PER_DOUBLING), 2)
+            left, multiple = left - tokens, math.ceil(100.0 * 2.0 ** (step / _PER_DOUBLING)) / 100.0
     return multiple

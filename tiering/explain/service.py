@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -40,6 +40,9 @@ LONGEST_ANSWER = 1 << 24
 
 _CLIENT_SECONDS = 1.0
 """Seconds for which one client may keep the thread."""
+
+MOST_OTHERS = 16
+"""Largest number of further requests with the same id that an answer names."""
 
 _LATEST = 3
 """Number of ids that the answer about an unknown request names."""
@@ -109,10 +112,15 @@ class ExplainService:
     Args:
         explainer: the explainer.
         path: the socket; None: a new one in the runtime directory.
+        cold_starts: returns tier → what differs, of the tiers that have begun empty beside blocks of others; default:
+            there are none.
     """
 
-    def __init__(self, explainer: Explainer, path: Path | None) -> None:
+    def __init__(
+        self, explainer: Explainer, path: Path | None, cold_starts: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
         self._explainer = explainer
+        self._cold_starts = cold_starts
         self._stopped = threading.Event()
         self._server = self._listen(path)
         self._threads = ThreadPool("kv-tiering-why", 1)
@@ -197,6 +205,8 @@ class ExplainService:
         except (ValueError, RecursionError):
             question = None
         answer = answer_to(self._explainer, question)
+        if "error" not in answer:
+            answer["cold_starts"] = self._cold_starts()
         client.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -221,7 +231,8 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
         return {"error": 'the question is neither {"request": "ID"} nor {"top": true}'}
     found = explainer.answer(name)
     if found is not None:
-        return found.as_dict()
+        others = explainer.names(name)[1 : MOST_OTHERS + 1]
+        return found.as_dict() | ({"others": others} if others else {})
     if explainer.is_waiting(name):
         return {"error": f"request {shown_name(name)} has not begun to compute"}
     unknown = f"request {shown_name(name)} is unknown"

@@ -340,6 +340,7 @@ class TierJobs:
         del state.jobs[job.job_id]
         if job.is_promotion:
             promotion = self._loads.pop(job.job_id)
+            state.load_ended = self._clock()
             if state.gate is not None:
                 now, seconds = self._clock(), result.transfer_time
                 ended = now if type(seconds) is not float else min(now, job.submitted_at + max(0.0, seconds))

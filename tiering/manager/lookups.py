@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import LookupOutcome, PrefixMatch
+from tiering.api.manager import PrefixMatch
+from tiering.api.misses import LookupOutcome
 from tiering.api.request import ReqContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.manager.parts import ManagerParts
@@ -105,6 +106,9 @@ class ManagerLookups(ManagerParts):
         self._owner.claim()
         request = self._known.get(req_context.req_id)
         return None if request is None else request.outcome_of(key)
+
+    def cold_starts(self) -> Mapping[str, str]:
+        return dict(self._requests.agreement.cold_starts)
 
     # -------------------------------------------------------------------------------------------------- load or compute
 

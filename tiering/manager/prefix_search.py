@@ -468,7 +468,7 @@ class PrefixSearch:
             The keys; none if the tier holds too few blocks to be worth a load.
         """
         keys = walk.keys[position:end]
-        for excluded in (request.refused, request.failed.get(state.rank, _NONE)):
+        for excluded in (request.refused.keys(), request.failed.get(state.rank, _NONE)):
             if excluded and not excluded.isdisjoint(keys):
                 keys = keys[: _leading(keys, excluded)]
         if len(keys) < state.traits.min_prefix_blocks:

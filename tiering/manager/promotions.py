@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.keys import OffloadKey
+from tiering.api.misses import Refusal
 from tiering.api.request_policy import DEFAULT_REQUEST_POLICY
 from tiering.api.transfer import Rows, as_rows
 from tiering.manager.cascade_queue import NOBODY
@@ -152,7 +153,7 @@ class Promotions:
                 and self.waiters.wait(request, keys[count], position + count, len(keys), state)
             )
             if not waits:
-                self.waiters.refuse(request, keys[count])
+                self.waiters.refuse(request, keys[count], Refusal.ROOM)
             elif not self.waiters.comes_first(request):
                 count = 0
         return Started(self._start(state, request, keys[:count]) if count else 0, waits)
@@ -173,8 +174,7 @@ class Promotions:
     def start_probe(self, state: TierState, keys: Sequence[OffloadKey]) -> None:
         """Promote ``keys`` for no request, to measure the tier's loads.
 
-        If there is no room for all, the last ones are promoted. The requests that need them compute the head of their
-        prompt meanwhile, which later requests need more often.
+        Without room for all, the last ones are: requests compute the head meanwhile, which others need more often.
         """
         count = min(len(keys), *self._shares(state), self._primary.room)
         if count > 0:
@@ -197,7 +197,7 @@ class Promotions:
         wait = self.waiters.waits.get(request)
         if wait is not None and wait.state.gate is not None:
             request.is_cut = True
-            self.waiters.refuse(request, wait.key)
+            self.waiters.refuse(request, wait.key, Refusal.CUT)
         for key in list(request.asked):
             promotion = self._in_flight.get(key)
             if promotion is None or (gate := promotion.state.gate) is None:
@@ -205,10 +205,10 @@ class Promotions:
             request.is_cut = True
             if promotion.owner is request and not promotion.others and promotion not in self._queued.values():
                 gate.cut += len(promotion.keys)
-                self.fail(promotion)
+                self.fail(promotion, Refusal.CUT)
             else:
                 gate.cut += 1
-                request.refused.add(key)
+                request.refused[key] = Refusal.CUT
                 request.asked.discard(key)
         request.awaited = None
 
@@ -401,11 +401,11 @@ class Promotions:
                 promotion = running.popleft()
                 if not promotion.ended and promotion.awaited:
                     self._stats.promotions_overdue += len(promotion.keys)
-                    self.fail(promotion)
+                    self.fail(promotion, promotion.state.lateness(promotion.deadline))
             if running:
                 self.next_deadline = min(self.next_deadline, running[0].deadline)
 
-    def fail(self, promotion: Promotion) -> None:
+    def fail(self, promotion: Promotion, why: Refusal = Refusal.FAILED) -> None:
         """Make a running promotion a miss for its requests; its rows stay quarantined until the job has ended.
 
         Until then, the rows count against the tier's own share only: a tier that hangs must not keep the other tiers
@@ -415,11 +415,11 @@ class Promotions:
         promotion.awaited = False
         self.rows_promoting -= promotion.state.await_fewer(len(promotion.keys))
         promotion.owner.awaited = None
-        promotion.owner.refused.update(promotion.keys)
+        promotion.owner.refused.update(dict.fromkeys(promotion.keys, why))
         for key, requests in promotion.others.items():
             for request in requests:
                 request.awaited = None
-                request.refused.add(key)
+                request.refused[key] = why
         self._primary.disown(promotion.keys, as_rows(promotion.rows))
 
     def fail_all(self, state: TierState) -> None:

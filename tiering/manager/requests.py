@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from tiering.api.hints import KeptBlocks
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.manager import LookupOutcome
 from tiering.api.masking import shown, shown_name
+from tiering.api.misses import LookupOutcome, Refusal
 from tiering.api.request import OffloadPolicy, ReqContext
 from tiering.api.request_policy import NEITHER, RequestPolicy, parse_request_policy
 from tiering.errors import ConfigError
@@ -37,8 +37,8 @@ class Request:
     wants_all: list[TierState]
     """Those of ``tiers`` that want all blocks of the request (the request-level policy)."""
     finished: bool = False
-    refused: set[OffloadKey] = field(default_factory=set)
-    """Keys that stay a miss for the request, because there was no room or their promotion was overdue."""
+    refused: dict[OffloadKey, Refusal] = field(default_factory=dict)
+    """Key → reason of the blocks that stay a miss for the request."""
     failed: dict[int, set[OffloadKey]] = field(default_factory=dict)
     """Per tier rank, keys that the tier reported as held and failed to load."""
     asked: set[OffloadKey] = field(default_factory=set)
@@ -110,7 +110,7 @@ class Request:
         least = tuple((state.name, state.traits.min_prefix_blocks) for state in self.tiers)
         gated = tuple(state.name for state in self.tiers if state.rank in self.gated or not state.loads)
         control = next((state.name for state in self.tiers if self.is_control_of(state.rank)), "")
-        return LookupOutcome(key in self.refused, failed, least, gated, control)
+        return LookupOutcome(self.refused.get(key), failed, least, gated, control)
 
     def is_control_of(self, rank: int) -> bool:
         """Return True if the request shows the worth of a tier because that tier is not asked for it."""
@@ -198,7 +198,8 @@ class Requests:
         self.known: dict[str, Request] = {}
         """The requests, by id. Only the methods of this class change the dictionary."""
         self._tiers = tiers
-        self._agreement = agreement
+        self.agreement = agreement
+        """The object by which the tiers agree on common epochs."""
         self._warn_late = LimitedWarning(_log, clock)
         self._unknown_names = _UnknownNames([PRIMARY_TIER, *(state.name for state in tiers.states)])
 
@@ -228,7 +229,7 @@ class Requests:
             if self._tiers.ask(state, POLICY, state.tier.on_new_request, ctx) is OffloadPolicy.REQUEST_LEVEL:
                 request.wants_all.append(state)
         self.known[ctx.req_id] = request
-        self._agreement.in_use = True
+        self.agreement.in_use = True
         return request
 
     def admit_late_load(self, ctx: ReqContext) -> bool:

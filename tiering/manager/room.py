@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tiering.api.keys import OffloadKey
+from tiering.api.misses import Refusal
 from tiering.manager.manager_stats import ManagerStats
 from tiering.manager.requests import Request
 from tiering.manager.tier_state import TierState
@@ -128,13 +129,13 @@ class RoomWaiters:
         """End the waits that are over at ``now``; the blocks without rows are misses."""
         for request, wait in list(self.waits.items()):
             if wait.until <= now:
-                self.refuse(request, wait.key)
+                self.refuse(request, wait.key, Refusal.ROOM)
         self.first_end = min((wait.until for wait in self.waits.values()), default=math.inf)
 
-    def refuse(self, request: Request, key: OffloadKey) -> None:
+    def refuse(self, request: Request, key: OffloadKey, why: Refusal) -> None:
         """Make ``key`` a miss for a request that goes on without it."""
         self.end(request)
-        request.refused.add(key)
+        request.refused[key] = why
         self._stats.promotions_without_room += 1
 
     def clear(self) -> None:

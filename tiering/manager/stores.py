@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from threading import get_ident
 
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import PrepareStoreOutput, Unstored
+from tiering.api.manager import PrepareStoreOutput
+from tiering.api.misses import Unstored
 from tiering.api.request import LATE_STORE, WANTED_STORE, ReqContext
 from tiering.api.transfer import CPULoadStoreSpec, Rows
 from tiering.manager.exclusive import ManagerExclusive

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiering.api.descriptions import TierDescriptions
+from tiering.api.misses import Refusal
 from tiering.errors import ConfigError
 from tiering.manager.answers import BreachError, text_of, truth
 from tiering.manager.cascade_queue import CascadeQueue
@@ -84,12 +85,19 @@ class TierState:
     """Primary rows of the cascades that were submitted; a row counts once for each of them."""
     cascade_ended: float = -math.inf
     """Time at which the last cascade to the tier ended, on the manager's clock."""
+    load_ended: float = -math.inf
+    """Time at which the last load from the tier ended, on the manager's clock."""
 
     @property
     def serves_all(self) -> bool:
         """True if a block of the tier needs no row: it stays as long, and each request that finds it loads it."""
         outlasts = (self.traits.capacity_blocks or 0) >= len(self.has)
         return outlasts and self.loads and self.gate is None and self.traits.min_prefix_blocks <= 1
+
+    def lateness(self, deadline: float) -> Refusal:
+        """Return the reason why blocks of a load are misses that has not ended at its ``deadline``."""
+        begun = deadline - (self.traits.load_deadline or 0.0)
+        return Refusal.LATE if self.load_ended >= begun else Refusal.HUNG
 
     def begin_load(self, blocks: int, now: float) -> None:
         """Record that requests wait for a load of ``blocks``."""

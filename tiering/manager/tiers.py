@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tiering.api.keys import PRIMARY_TIER, OffloadKey
-from tiering.api.manager import OffloadingEvent, Unstored
+from tiering.api.manager import OffloadingEvent
 from tiering.api.masking import shown
+from tiering.api.misses import Unstored
 from tiering.errors import ConfigError
 from tiering.manager.answers import (
     PROCESS_ENDS,

@@ -62,7 +62,7 @@ class EpochAgreement:
     All tiers of a manager share one instance.
     """
 
-    __slots__ = ("_parties", "emptied", "in_use", "known", "met")
+    __slots__ = ("_parties", "cold_starts", "emptied", "in_use", "known", "met")
 
     def __init__(self) -> None:
         self.met: Mapping[bytes, MetEpoch] = {}
@@ -73,6 +73,8 @@ class EpochAgreement:
         """True once a request has begun, so that the manager may hold blocks."""
         self.emptied: tuple[str, int] | None = None
         """Instance of a service, and a generation of its tiers: the rows were emptied after that began."""
+        self.cold_starts: dict[str, str] = {}
+        """Tier → what differs in the nearest blocks of others, beside which it began empty; any thread may add one."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
