@@ -18,19 +18,34 @@ class Reported:
         self.running = running
         self.cached = 0
 
-    def ask(self, tokens: list[int], *, salt: str | None = None, cold: bool = True) -> dict[str, int]:
-        """Answer a prompt, after a reset of the GPU's cache if it is ``cold``; return its tokens by tier."""
+    def ask(
+        self, *prompts: list[int], salt: str | None = None, cold: bool = True, max_tokens: int = 2
+    ) -> list[dict[str, Any]]:
+        """Answer prompts, after a reset of the GPU's cache if they are to be ``cold``; return their reports."""
         self.running.settle()
         if cold:
             assert self.running.llm.reset_prefix_cache()
         salted: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
-        (output,) = self.running.llm.generate([{"prompt_token_ids": tokens, **salted}], _greedy(2), use_tqdm=False)
-        report = output.kv_transfer_params["kv_tiering"]
-        assert report["cached_tokens"] == report["arrived_tokens"] == output.num_cached_tokens
+        inputs = [{"prompt_token_ids": tokens, **salted} for tokens in prompts]
+        outputs = self.running.llm.generate(inputs, _greedy(max_tokens), use_tqdm=False)
+        self.cached += sum(output.num_cached_tokens for output in outputs)
+        reports = [output.kv_transfer_params["kv_tiering"] for output in outputs]
+        for report, output in zip(reports, outputs, strict=True):
+            assert report["cached_tokens"] == output.num_cached_tokens
+            assert sum(report["cached_tokens_by_tier"].values()) == output.num_cached_tokens
+        return reports
+
+    def tiers(self, tokens: list[int], **asked: Any) -> dict[str, int]:
+        """Return the tokens by tier of a prompt that all arrive."""
+        (report,) = self.ask(tokens, **asked)
+        assert report["arrived_tokens"] == report["cached_tokens"]
         by_tier: dict[str, int] = report["cached_tokens_by_tier"]
-        assert sum(by_tier.values()) == output.num_cached_tokens
-        self.cached += output.num_cached_tokens
         return by_tier
+
+    def counted(self) -> tuple[int, int]:
+        """Return the planned and the arrived tokens of all tenants and tiers."""
+        parts = self.running.connector.scheduler_half.get_stats()["cached"].values()
+        return sum(part["cached_tokens"] for part in parts), sum(part["cached_tokens_arrived"] for part in parts)
 
 
 def test_cached_tokens_by_tier_are_those_of_vllm(llama: Path) -> None:
@@ -39,18 +54,22 @@ def test_cached_tokens_by_tier_are_those_of_vllm(llama: Path) -> None:
     first = prompt(1)
     with engine(llama, stack) as running:
         one = Reported(running)
-        assert one.ask(first) == {}
-        assert one.ask(first).keys() == {"cpu"}
-        assert one.ask(first, cold=False).keys() == {"engine"}
+        assert one.tiers(first) == {}
+        assert one.tiers(first).keys() == {"cpu"}
+        assert one.tiers(first, cold=False).keys() == {"engine"}
         for number in range(5):
             one.ask(prompt(100 + number), salt="a tenant")
-        assert one.ask(first).keys() == {"other"}
+        assert one.tiers(first).keys() == {"other"}
         one.ask(first, salt="a tenant")
-        assert one.ask(first, salt="a tenant").keys() == {"cpu"}
-        parts = running.connector.scheduler_half.get_stats()["cached"]
-        assert sum(part["cached_tokens"] for part in parts.values()) == one.cached
-        assert sum(part["cached_tokens_arrived"] for part in parts.values()) == one.cached
-        assert len({name.split()[0] for name in parts}) == 2
+        assert one.tiers(first, salt="a tenant").keys() == {"cpu"}
+        assert one.counted() == (one.cached, one.cached)
+        assert len({name.split()[0] for name in running.connector.scheduler_half.get_stats()["cached"]}) == 2
+        # What a preempted request finds or loads again counts no more.
+        one.ask(*(prompt(200 + number) for number in range(6)), max_tokens=100)
+        again = one.ask(*(prompt(200 + number) for number in range(6)), max_tokens=100)
+        assert running.preempted > 0
+        assert any(report["cached_tokens"] for report in again)
+        assert one.counted() == (one.cached, one.cached)
 
 
 def test_a_request_cannot_ask_for_the_report(llama: Path) -> None:

@@ -16,6 +16,7 @@ from tests.mini_engine.chaos_tier import ChaosTier
 from tests.vllm.handlers import FailEverySecond
 from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, Engine, _greedy, engine, prompt
+from tiering.engines.vllm import lora as engine_lora
 from tiering.explain.causes import REASONS, Reason
 from tiering.manager import worth
 from tiering.testing.chaos import Fault
@@ -158,7 +159,7 @@ def test_the_first_token_that_differs_is_named(llama: Path, tmp_path: Path) -> N
 def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reason of one engine, whose tier has faults and is asked only where its loads pay."""
     slow = {"type": "tests.mini_engine.chaos_tier:CHAOS_TIER", "name": "slow", "seed": 1}
-    slow |= {"load_or_compute": "auto", "load_deadline": 1.0, "breaker": {"probe_after": "1h"}}
+    slow |= {"load_or_compute": "auto", "load_deadline": 1.0, "breaker": {"failures": 2, "probe_after": "1h"}}
     for word, value in {"FIRST": 1, "SHARE": 1e6, "MOST_OFTEN": 1.0, "MOST_COST": 1e6}.items():
         monkeypatch.setattr(worth, word, value)  # loads that pay are controls, but for the first one
     with asked(llama, tmp_path, [slow]) as one:
@@ -171,7 +172,7 @@ def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path, mo
             note(missed)
 
         monkeypatch.setattr(explainer, "missed", noting)
-        prompts = [prompt(number) for number in range(9)]
+        prompts = [prompt(number) for number in range(11)]
         for tokens in prompts:
             one.ask(tokens)
         one.fill(1)
@@ -208,6 +209,8 @@ def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path, mo
         assert lines(7, Fault.HANG) == [unserved(Reason.HUNG)]
         chaos.release()
         assert lines(8, Fault.PERMANENT) == [unserved(Reason.FAILED)]
+        lines(9, Fault.PERMANENT)  # the second failure at the latest opens the breaker
+        assert lines(10) == [unserved(Reason.UNAVAILABLE)]
         one.check_sum()
 
 
@@ -227,14 +230,15 @@ def test_a_load_to_the_gpu_that_fails_is_named(llama: Path, tmp_path: Path) -> N
             assert one.first_line(prompt(1)).startswith("load_failed: ")
 
 
-def test_the_tokens_of_another_adapter_are_named(llama: Path, tmp_path: Path) -> None:
+def test_the_tokens_of_another_adapter_are_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.request import LoRARequest
 
     path = write_adapter(tmp_path / "adapter", 1)
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 4, "max_lora_rank": 8}
     with asked(llama, tmp_path, [], **options) as one:
         adapter = LoRARequest("one", 1, str(path))
-        one.ask(prompt(9)[:8], lora=adapter)  # the worker reports the adapter's content
+        monkeypatch.setattr(engine_lora, "READ_PATIENCE", -1.0)  # the worker's report comes too late
+        assert f"({REASONS[Reason.ADAPTER]})" in one.first_line(prompt(9), lora=adapter)
         one.ask(prompt(1), salt="mine")
         assert one.why(prompt(1), salt="mine", lora=adapter) == ["other_adapter", "remainder"]
         one.ask(prompt(2), salt="theirs")
