@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -47,6 +48,32 @@ def test_files_that_others_could_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(region.fd, 0)
     region.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_rows_of_another_user_have_to_be_sealed() -> None:
+    fd = os.memfd_create("private", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, STRIDE)
+    os.fchmod(fd, 0o600)
+    check_rows(fd, STRIDE)
+    os.fchown(fd, 61001, -1)
+    with pytest.raises(RegionError, match=r"with several processes needs machine.keep_rows"):
+        check_rows(fd, STRIDE)
+    fcntl.fcntl(fd, 1033, 0x2 | 0x4)
+    check_rows(fd, STRIDE)
+    os.close(fd)
+
+
+def test_rows_in_pages_that_may_be_missing_after_a_hole_was_punched_are_refused() -> None:
+    try:
+        fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+        os.ftruncate(fd, 1 << 30)
+    except OSError as error:
+        pytest.skip(f"the kernel has no such pages: {error}")
+    fcntl.fcntl(fd, 1033, 0x2 | 0x4)
+    with pytest.raises(RegionError, match="has pages of"):
+        check_rows(fd, STRIDE, sealed=True)
+    os.close(fd)
 
 
 def test_rows_with_a_name_are_refused_until_all_sides_have_mapped_them() -> None:

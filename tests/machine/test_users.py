@@ -18,9 +18,11 @@ from tests.machine.users import (
     ANNA,
     BERT,
     CARL,
+    Held,
     UserProcess,
     claim,
     close,
+    end_claim,
     forget_rows,
     inherited,
     knock,
@@ -147,6 +149,22 @@ def test_a_claim_with_the_words_of_another_users_engine_gets_other_rows(
     assert anna.do(write_claimed, service.socket, text) == b"secret"
     assert anna.do(claim, service.socket, text) == b"secret"
     assert bert.do(claim, service.socket, text) == bytes(6)
+
+
+def test_a_process_that_claims_rows_again_and_again_leaves_no_descriptor_for_each(tmp_path: Path) -> None:
+    held: Held = {}
+    model = ModelIdentity(name="model", weights="0" * 40, dtype="bfloat16", layout="rows")
+    text = describe("name", model, (4096,), (), rows=4, stride=4096, sides=3, tiers=1)
+    with service_in_thread(tmp_path / "cache.sock", {"type": "memory", "capacity": "1MiB"}) as service:
+        found = []
+        for _ in range(12):
+            claim(held, service.path, text, None)
+            found.append(os.fstat(held["claims"][-1][1][0]).st_ino)
+            if len(found) > 1:
+                end_claim(held)
+        assert found.count(found[0]) == 6
+        assert all(len(region.pidfds) <= 6 for region in service.regions._regions)
+        end_claim(held)
 
 
 # ------------------------------------------------------------------------------------------------------ who may connect

@@ -80,11 +80,19 @@ def inherited(held: Held, blocks: int) -> bool:
     return bool(held["engine"].settle(lambda: len(manager.primary_tier.readable) == blocks, 20.0 if blocks else 1.0))
 
 
-def claim(held: Held, socket: Path, text: bytes) -> bytes:
+def claim(held: Held, socket: Path, text: bytes, user: str | None = "root") -> bytes:
     """Return the first six bytes of the rows that the service gives for a claim."""
-    connection, fds = ask_for_rows(str(socket), "root", text)
+    connection, fds = ask_for_rows(str(socket), user, text)
     held.setdefault("claims", []).append((connection, fds))
     return os.pread(fds[0], 6, 0)
+
+
+def end_claim(held: Held) -> None:
+    """Let go of the rows of the last claim."""
+    connection, fds = held["claims"].pop()
+    connection.close()
+    for fd in fds:
+        os.close(fd)
 
 
 def write_claimed(held: Held, socket: Path, text: bytes) -> bytes:
