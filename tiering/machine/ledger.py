@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tiering.api.keys import OffloadKey
 from tiering.api.transfer import Rows
 from tiering.machine.claim import WORD_BYTES, KeptRegion
-from tiering.machine.link import ServiceSocket
+from tiering.machine.link import AT_ONCE, ServiceSocket
 from tiering.machine.messages import MAX_KEYS, MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.tier import MachineTier
 from tiering.primary.manager import CPUPrimaryTierOffloadingManager
@@ -180,7 +180,7 @@ class RowLedger:
         sent = 0
         for message, count in messages(self._unsent, connection.sent):
             try:
-                connection.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                connection.socket.send(message, AT_ONCE)
             except BlockingIOError:
                 break
             connection.sent += 1

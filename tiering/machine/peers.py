@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 
 from tiering.machine.counts import EngineCounts, EngineOfTier
 from tiering.machine.hosted import HostedTier
-from tiering.machine.link import peer_credentials, peer_pidfd
+from tiering.machine.link import AT_ONCE, peer_credentials, peer_pidfd
 from tiering.machine.messages import Record, messages, pack
 from tiering.machine.namespaces import HostedNamespace
 from tiering.machine.words import START
@@ -97,7 +97,7 @@ class Peer:
         out = list(self.out)
         for message, number in messages(out, self.sent):
             try:
-                self.socket.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self.socket.send(message, AT_ONCE)
             except BlockingIOError:
                 return
             except OSError as error:
