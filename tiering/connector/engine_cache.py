@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import and_, attrgetter, eq
 from typing import Any, NamedTuple
 
 from tiering.api.engine import watched_blocks
@@ -28,8 +27,6 @@ from tiering.connector.free_queue import FreeQueueWalk, blocks_of_two_steps
 from tiering.connector.groups import OffloadGroup
 from tiering.connector.protocols import EngineRequest
 from tiering.connector.suspects import STEPS_IN_FLIGHT
-
-_BLOCK_ID, _BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")
 
 Places = dict[OffloadKey, tuple[int, ...]]
 """Offloaded blocks, with the GPU blocks of each."""
@@ -268,7 +265,7 @@ class EngineCache(FreeQueueWalk):
         self._used.clear()
         before, room = self.cursor, self.target - len(self._passed)
         nodes = self.blocks(self._pool.free_block_queue, min(room, self._most))
-        passed = list(map(_BLOCK_ID, nodes))
+        passed = [node.block_id for node in nodes]
         leaving, gone = self._look_at(nodes, passed)
         if nodes:
             self.cursor = nodes[-1]
@@ -309,12 +306,14 @@ class EngineCache(FreeQueueWalk):
             blocks: their numbers.
         """
         leaving, gone, known = Places(), Places(), self.blocks_of.get
-        keys: list[Any] = list(map(self._key_of.get, blocks))
+        keys = list(map(self._key_of.get, blocks))
         if not self._has_chunks:
-            # Without a line of Python for each block, because this runs for all that the engine uses up.
-            places = list(map(known, keys, repeat(())))
-            fitting = map(and_, map(eq, places, zip(blocks, strict=True)), map(eq, keys, map(_BLOCK_HASH, nodes)))
-            leaving = dict(compress(zip(keys, places, strict=True), fitting))
+            # One expression, because this runs for each block that the engine uses up. Calls of C alone cost more.
+            leaving = {
+                key: ids
+                for key, node, block in zip(keys, nodes, blocks, strict=True)
+                if key is not None and node.block_hash == key and block in (ids := known(key, ()))
+            }
             if len(leaving) == len(keys) - keys.count(None):
                 return leaving, gone
         for key, block in zip(keys, blocks, strict=True):
