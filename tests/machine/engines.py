@@ -136,8 +136,10 @@ class SmallEngine:
         self.manager.shutdown()
 
 
-def storm(socket: Path, seed: int, tiers: Sequence[str], pipe: Connection) -> None:
+def storm(socket: Path, seed: int, tiers: Sequence[str], pipe: Connection, turns: Any) -> None:
     """Store and load shared numbers until the pipe has something; sends ("wrong", numbers) and counts.
+
+    The shared number ``turns`` counts turns of a store and four loads.
 
     Engines of one storm share the numbers, so that they find each other's blocks. A reset brings other weights, under
     a revision.
@@ -160,6 +162,7 @@ def storm(socket: Path, seed: int, tiers: Sequence[str], pipe: Connection) -> No
             engine.manager.reset_cache(f"step-{engine.weights}")
         if loaded % 20 == 0:
             pipe.send(("promoted", engine.stat("promotions", tiers[0])))
+        turns.value += 1
     stats = engine.manager.get_stats()["tiers"][tiers[0]]
     engine.close()
     pipe.send(("end", loaded, stats["promotions"], stats["cascades"]))
@@ -171,7 +174,9 @@ class StormProcess:
     def __init__(self, socket: Path, seed: int, tiers: Sequence[str] = TIERS) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=storm, args=(socket, seed, tiers, theirs), daemon=True)
+        self.turns: Any = context.Value("Q", 0, lock=False)
+        """Turns so far, in ``turns.value``."""
+        self.process = context.Process(target=storm, args=(socket, seed, tiers, theirs, self.turns), daemon=True)
         self.process.start()
         theirs.close()
         assert self.pipe.poll(PATIENCE), "the engine did not come up"

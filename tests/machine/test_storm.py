@@ -5,19 +5,34 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.machine.engines import StormProcess
+from tests.machine.engines import PATIENCE, StormProcess
 from tests.machine.hosts import service_process
 from tiering.machine.options import PEERS_TIER
+from tiering.testing.clock import until
+
+TURNS = 100
+"""A kill, and the end of a stop, come after fewer turns of the storms; the end comes after as many."""
 
 ROUNDS = int(os.environ.get("KV_MACHINE_ROUNDS", "6"))
 SEED = int(os.environ.get("KV_MACHINE_SEED", "0"))
+
+
+def go_on(storms: Sequence[StormProcess], turns: int) -> None:
+    """Wait until the storms have taken further turns together."""
+
+    def taken() -> int:
+        for storm in storms:
+            storm.drain()
+        return sum(storm.turns.value for storm in storms)
+
+    before = taken()
+    assert until(lambda: taken() >= before + turns, PATIENCE)
 
 
 @pytest.mark.slow
@@ -32,7 +47,7 @@ def test_kills_and_stops_of_either_side_never_give_wrong_bytes(tmp_path: Path, t
     with service_process(tmp_path, tier) as service:
         storms = [StormProcess(service.socket, seed * 1000 + number, tiers) for number in range(2)]
         for turn in range(ROUNDS):
-            time.sleep(rng.uniform(0.0, 0.5))
+            go_on(storms, rng.randrange(TURNS))
             what = rng.choice(("service", "engine", "stop service", "stop engine"))
             done[what] += 1
             if what == "service":
@@ -50,11 +65,10 @@ def test_kills_and_stops_of_either_side_never_give_wrong_bytes(tmp_path: Path, t
                 pid = service.process.pid if what == "stop service" else storms[0].process.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(rng.uniform(0.0, 0.6))
+                # A service that is stopped keeps each load waiting until its deadline.
+                go_on(storms, rng.randrange(TURNS // 20 if what == "stop service" else TURNS))
                 os.kill(pid, signal.SIGCONT)
-            for storm in storms:
-                storm.drain()
-        time.sleep(1.0)
+        go_on(storms, TURNS)
         for storm in storms:
             storm.end()
             wrong += storm.wrong
