@@ -285,7 +285,7 @@ def test_parameters_that_are_no_mapping_are_refused(sent: str) -> None:
 class FailingService:
     """A service whose thread has an error."""
 
-    is_full = False
+    is_full = stopping = False
 
     def run(self) -> bool:
         raise RuntimeError("a defect")
