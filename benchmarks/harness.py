@@ -192,7 +192,8 @@ class Bench:
     ``quick`` asks for a smoke run with small sizes; its numbers mean little and are not written to the results file.
     ``directory`` is an empty directory on a real disk, which is removed afterwards. ``rounds`` is the number of rounds
     that count; None leaves it to the benchmark. ``against`` is another checkout of the project, whose code is to be
-    measured beside this one; most benchmarks cannot do that.
+    measured beside this one; most benchmarks cannot do that. ``engines`` are words for the engines to measure, and
+    ``starts`` is the number of their starts, for the benchmarks that have ``CHOICES``.
     """
 
     def __init__(
@@ -204,12 +205,16 @@ class Bench:
         out: TextIO | None = None,
         rounds: int | None = None,
         against: Path | None = None,
+        engines: Sequence[str] = (),
+        starts: int | None = None,
     ) -> None:
         self.name = name
         self.directory = directory
         self.quick = quick
         self.rounds = rounds
         self.against = against
+        self.engines = engines
+        self.starts = starts
         self.tables: list[Table] = []
         self.targets: list[Target] = []
         self.notes: list[str] = []

@@ -46,12 +46,29 @@ def _run(modules: Mapping[str, str], options: argparse.Namespace) -> int:
             if options.against is not None and not getattr(module, "COMPARES_CHECKOUTS", False):
                 print("Left out: it cannot compare two checkouts.")
                 continue
-            bench = Bench(subject, directory, quick=options.quick, rounds=options.rounds, against=options.against)
+            choices: Mapping[str, str] = getattr(module, "CHOICES", {})
+            if not choices.keys() >= set(options.engines) or (options.starts and not choices):
+                print(f"Left out: the engines that it may choose are {' '.join(choices) or 'none'}.")
+                continue
+            description = module.__doc__ or ""
+            if options.engines:
+                names = "; ".join(choices[word] for word in options.engines)
+                description = f"Chosen engines of ``{subject}``, which says how they are measured: {names}."
+                subject += "_chosen"
+            bench = Bench(
+                subject,
+                directory,
+                quick=options.quick,
+                rounds=options.rounds,
+                against=options.against,
+                engines=options.engines,
+                starts=options.starts,
+            )
             module.run(bench)
             shape = machine(directory)
             write_json(bench, shape, options.out / f"{subject}{'.quick' * options.quick}.json")
             if not options.quick and options.against is None:
-                write_section(HERE / "RESULTS.md", bench, shape, module.__doc__ or "")
+                write_section(HERE / "RESULTS.md", bench, shape, description)
             targets += bench.targets
         except Exception:
             # The others are still worth their time; what is broken decides the exit code.
@@ -89,6 +106,15 @@ def _arguments(prog: str, description: str, names: Sequence[str], argv: Sequence
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, one round: checks that they run; writes no results"
     )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="measure these engines alone beside those of the comparison, where a benchmark has a choice; its results "
+        "get a section of their own (default: all)",
+    )
+    parser.add_argument("--starts", type=int, help="number of starts of such engines (default: the benchmark's own)")
     parser.add_argument("--rounds", type=int, help="number of rounds that count (default: the benchmark's own)")
     parser.add_argument(
         "--against",

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,9 @@ from benchmarks.harness import (
     write_json,
     write_section,
 )
-from benchmarks.vllm_overhead import PROCESS, check_answers
+from benchmarks.vllm_overhead import check_answers
 from benchmarks.vllm_overhead_engine import Answered
+from benchmarks.vllm_overhead_report import CPU, EMPTIED, LOCAL, NONE, NULL, PROCESS, THEIRS, report
 from tests.copy.fake_cuda import FakeCuda
 
 
@@ -149,6 +151,21 @@ def test_a_round_in_which_the_tiers_process_took_no_cpu_does_not_count() -> None
         check_answers({"none": new, PROCESS: counted | back | {"long new": answered(0)}})
 
 
+def test_a_run_with_chosen_engines_judges_them_alone_and_shows_their_thread_beside_null(bench: Bench) -> None:
+    parts = ("new", "long new", "again", "long again", "spins")
+    full = {part: answered(0) for part in parts} | {part + EMPTIED: answered(0) for part in parts[2:]}
+    new = {part: answered(0) for part in parts[:2]}
+    dearer = full | {"new": replace(answered(0), thread=1.02)}
+    report(bench, [{NONE: full, NULL: new, **dict.fromkeys(THEIRS, full), CPU: dearer}] * 2, 1)
+    assert {target.name.partition(":")[0] for target in bench.targets} == {CPU}
+    table = bench.tables[0]
+    beyond = {row[0]: row[table.headers.index("beyond null")] for row in table.rows}
+    assert beyond[CPU] == "0.5 (0.5 to 0.5)"
+    assert (beyond[NONE], beyond[NULL]) == ("", "")
+    assert "2 starts" in table.title
+    assert LOCAL not in "".join(bench.notes)
+
+
 def test_a_plot_has_a_mark_for_each_cell_and_shows_where_the_better_choice_is() -> None:
     cells = [("1", 1.0), ("1", 1.0), ("1", 0.5), ("0.1", 0.9), ("0.1", 0.1), ("0.1", 2.0)]
     _, axis, first, second, other, _ = plot(
@@ -245,6 +262,25 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(
     assert f"Did not run to the end: {first}" in printed.err
     assert "reached" in printed.out
     assert {path.name for path in tmp_path.iterdir()} == {f"{second}.quick.json"}
+
+
+def test_chosen_engines_and_their_starts_reach_a_benchmark_that_has_a_choice_and_get_a_section_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Bench] = []
+    first, second = found()[:2]
+    module = importlib.import_module(f"benchmarks.bench_{first}")
+    monkeypatch.setattr(module, "run", seen.append)
+    monkeypatch.setattr(module, "CHOICES", {"cpu": "ours, CPU", "s3": "ours, CPU + S3"}, raising=False)
+    monkeypatch.setattr(importlib.import_module(f"benchmarks.bench_{second}"), "run", seen.append)
+    words = ["--quick", "--only", first, second, "--out", str(tmp_path), "--starts", "7"]
+    assert main([*words, "--engines", "cpu", "s3"]) == 0
+    assert [(run.name, run.engines, run.starts) for run in seen] == [(f"{first}_chosen", ["cpu", "s3"], 7)]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{first}_chosen.quick.json"}
+    assert "Left out: the engines that it may choose are none." in capsys.readouterr().out
+    assert main([*words, "--engines", "moon"]) == 0
+    assert len(seen) == 1
+    assert "Left out: the engines that it may choose are cpu s3." in capsys.readouterr().out
 
 
 def test_the_workload_of_mlperf_keeps_the_published_ranges_and_reads_what_a_conversation_has_written() -> None:
