@@ -12,7 +12,7 @@ emptied; a new prompt of 4,096 tokens with one output; and the same again. Engin
 comes back with an empty CPU tier (the rows "CPU emptied"). "It spins" is the 4,096 tokens from the tier once more, in
 an engine that does not rest for 1 ms after a step without a run of the model, as one inside its caller's process.
 
-CPU is that of all threads of the engine, and of the process that it starts for the tier with ``io: process``, until
+CPU is that of all threads of the engine, and of the process of its tier (``io: process``, a machine's service), until
 nothing is in flight in both, at most 20 s after the last answer. "Thread" is the engine's thread until the last answer;
 "ms per request" is what it has beyond none; "draining" is its time after the last answer. "Calls" are the engine
 thread's part in calls of the connector; vLLM's copy is one. "Runs" are the steps that ran the model; the other steps
@@ -41,6 +41,7 @@ from unittest.mock import patch
 from benchmarks.engine_processes import in_a_process, processes_of, receive
 from benchmarks.harness import Bench
 from benchmarks.vllm_engine import progress, write_model
+from benchmarks.vllm_machine import machine_service
 from benchmarks.vllm_overhead_engine import VOCABULARY, Answered, Load, Setting, serve
 from benchmarks.vllm_overhead_report import (
     AT_ONCE,
@@ -53,6 +54,7 @@ from benchmarks.vllm_overhead_report import (
     IDLE,
     LOCAL,
     LONG_LENGTH,
+    MACHINE,
     NONE,
     NULL,
     PROCESS,
@@ -165,6 +167,7 @@ def started(
         trees: dict[str, Path | None] = dict.fromkeys(ours)
         if bench.against is not None:
             trees |= {other(name): bench.against for name in ours}
+        services: dict[str, int] = {}
         for number, name in enumerate(trees):
             tier: dict[str, Any] = {
                 "type": "local",
@@ -183,6 +186,11 @@ def started(
                 stack["io"] = "process"
             if name.startswith(EXCLUSIVE):
                 stack["primary"]["inclusion"] = "exclusive"
+            if name.startswith(MACHINE):
+                place = opened.enter_context(machine_service(directory / f"service-{number}", tier, CAPACITY))
+                services[name] = place[1]
+                del stack["secondary"]
+                stack["machine"] = {"socket": str(place[0]), "tiers": ["local"]}
             stacks[name] = stack
         settings = {NONE: Setting(model, None, {})}
         if bench.against is None:
@@ -195,7 +203,8 @@ def started(
                 settings[name] = Setting(model, config, {}, copies=library)
         for name, stack in stacks.items():
             words = {"blocks_per_chunk": CHUNK} if name.startswith(CHUNKS) else {}
-            settings[name] = Setting(model, transfer_config(stack | words), server.environment(), tree=trees[name])
+            config, service = transfer_config(stack | words), services.get(name)
+            settings[name] = Setting(model, config, server.environment(), tree=trees[name], service=service)
         progress("overhead: starting the engines")
         engines = opened.enter_context(processes_of(serve, {name: (setting,) for name, setting in settings.items()}))
         yield engines, {name: stack for name, stack in stacks.items() if "secondary" in stack}
@@ -277,7 +286,7 @@ def check_answers(answered: Round) -> None:
             if name != NONE and part not in expected:
                 # The last token of a prompt is computed, and with it perhaps its block.
                 least = SMALL_CACHED if part.startswith("again") else LONG_LENGTH - block_of(name)
-            if name.startswith(PROCESS) and part in expected and not given.children:
+            if name.startswith((PROCESS, MACHINE)) and part in expected and not given.children:
                 raise RuntimeError(f"{name}, {part}: the CPU of the tier's process was not counted")
             if min(given.cached) < least or (part in expected and any(given.cached)):
                 raise RuntimeError(f"{name}, {part}: {given.cached} tokens were cached, not {least} of each prompt")

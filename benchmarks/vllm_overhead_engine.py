@@ -52,6 +52,7 @@ class Setting:
         copies: library that lets vLLM's own connectors run; None: not needed.
         tree: another checkout of the project to take the code from; None: this one.
         options: options of vLLM that differ from :data:`SETTINGS`.
+        service: process beside the engine whose CPU counts as that of one which it has started; None: there is none.
     """
 
     model: Path
@@ -60,6 +61,7 @@ class Setting:
     copies: Path | None = None
     tree: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    service: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Answered:
         calls: its CPU seconds in calls of the connector, until then.
         draining: its CPU seconds from then on.
         copies: CPU seconds of the copies between GPU blocks and the CPU tier.
-        children: CPU seconds of the processes that the engine has started (``io: process``), until they rest.
+        children: CPU seconds of the processes that the engine has started (``io: process``) and of its service, until
+            they rest.
         tail: seconds from the last answer until nothing is in flight.
         steps: steps of the engine until the last answer.
         runs: steps among them that ran the model.
@@ -140,7 +143,8 @@ def serve(pipe: Connection, setting: Setting) -> None:
         from benchmarks.vllm_own import install
 
         copies = install(setting.copies)
-    engine = _Engine(LLM(str(setting.model), kv_transfer_config=setting.transfer, **SETTINGS | setting.options), copies)
+    llm = LLM(str(setting.model), kv_transfer_config=setting.transfer, **SETTINGS | setting.options)
+    engine = _Engine(llm, copies, setting.service)
     pipe.send("ready")
     try:
         while True:
@@ -182,11 +186,12 @@ class _CallTimes:
 
 
 class _Children:
-    """The processes that this one has started."""
+    """The processes that this one has started, and the service beside it, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: int | None) -> None:
         lists = Path("/proc/self/task").glob("*/children")
-        self._clocks = [~int(number) << 3 | 2 for path in lists for number in path.read_text().split()]
+        numbers = [int(number) for path in lists for number in path.read_text().split()]
+        self._clocks = [~number << 3 | 2 for number in (*numbers, *([] if service is None else [service]))]
         """Numbers of their CPU clocks, as of clock_getcpuclockid(3), which Python lacks."""
 
     def seconds(self) -> float:
@@ -209,12 +214,13 @@ class _Children:
 class _Engine:
     """A vLLM engine that is stepped by hand, as its core's loop does it."""
 
-    def __init__(self, llm: Any, copies: Any) -> None:
+    def __init__(self, llm: Any, copies: Any, service: int | None) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group as worker
 
         self.llm = llm
         self.core = llm.llm_engine.engine_core.engine_core
         self._copies = copies
+        self._service = service
         self._copied_here = 0.0
         """CPU seconds of the project's copies in the engine's own thread."""
         half = getattr(worker(), "worker_half", None) if self.core.scheduler.connector else None
@@ -248,7 +254,7 @@ class _Engine:
         first: dict[str, float] = {}
         ended: dict[str, Any] = {}
         steps, self._runs, self._pauses = 0, 0, load.pauses
-        children = _Children()
+        children = _Children(self._service)
         worked = children.seconds()
         copies, calls, cpu, thread = self._copy_seconds(), self._calls.seconds, time.process_time(), time.thread_time()
         while len(ended) < len(waiting):

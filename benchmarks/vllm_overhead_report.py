@@ -22,6 +22,8 @@ THEIRS = {OFFLOADING: "OffloadingConnector", SIMPLE_OFFLOAD: "SimpleCPUOffloadCo
 EMPTIED = ", CPU emptied"
 PROCESS = f"{S3}, io: process"
 """The bucket, whose tier works in a process that the engine starts."""
+MACHINE = f"{LOCAL}, machine"
+"""The disk behind a machine's service, which serves this engine alone."""
 STACKS = (CPU, SIMPLE, LOCAL, S3, PROCESS)
 """Stacks that have goals, and are compared with those of another checkout."""
 EXCLUSIVE = f"{LOCAL}, exclusive"
@@ -38,6 +40,7 @@ CHOICES = {
     "process": PROCESS,
     "exclusive": EXCLUSIVE,
     "chunks": CHUNKS,
+    "machine": MACHINE,
 }
 """Engines with our connector that a run may choose, by their word on the command line."""
 
@@ -109,10 +112,10 @@ def report(bench: Bench, rounds: Sequence[Round], each: int) -> None:
     bench.note(f"Load of the machine at the end, engines included: {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores.")
     if IDLE in costs.names:
         bench.note(f"CPU of new small prompts, ours, idle, against null: {around(costs.ratio(IDLE, NULL, 'new'))}.")
-    if PROCESS in costs.names:
-        own, long = (costs.per_token(PROCESS, part, "children") for part in ("new", "long new"))
+    for name in filter(costs.names.__contains__, (PROCESS, MACHINE)):
+        own, long = (costs.per_token(name, part, "children") for part in ("new", "long new"))
         bench.note(
-            f"The tier's process alone, {PROCESS}, inside the numbers, CPU us per token: "
+            f"The tier's process alone, {name}, inside the numbers, CPU us per token: "
             f"{own:.1f} of the new small prompts, {long:.1f} of 4,096 new tokens."
         )
     bench.note(f"Copies alone, inside the numbers, CPU us per token of the new small prompts: {copies}.")
@@ -166,6 +169,10 @@ def declare_targets(bench: Bench, costs: Costs) -> None:
             break
         ratio = costs.ratio(SIMPLE, SIMPLE_OFFLOAD, part, what)
         bench.target(f"{SIMPLE}: {shown} against {SIMPLE_OFFLOAD}", ratio, 1.0, "max", "x")
+    if {MACHINE, LOCAL} <= set(costs.names):
+        for part, shown in (("new", "new small prompts"), ("long new", "4,096 new tokens")):
+            ratio = costs.ratio(MACHINE, LOCAL, part, "thread")
+            bench.target(f"{MACHINE}: engine's thread for {shown} against {LOCAL}", ratio, 1.0, "max", "x")
     if IDLE in costs.names:
         bench.target(f"{IDLE}: CPU of new small prompts against none", costs.ratio(IDLE, NONE, "new"), 1.01, "max", "x")
 
