@@ -293,6 +293,9 @@ class FakeManager(OffloadingManager):
         self.dropped.append(list(keys))
         return sum(key not in self.rows for key in keys)
 
+    def lacked(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return [key for key in keys if key not in self.rows]
+
     def take_wanted(self) -> Sequence[OffloadKey]:
         wanted, self.wanted = self.wanted, []
         return wanted

@@ -36,6 +36,7 @@ CALLS: dict[str, Call] = {
     "hold_exclusively": lambda rig: rig.manager.hold_exclusively(None),
     "engine_holds": lambda rig: rig.manager.engine_holds([A]),
     "engine_dropped": lambda rig: rig.manager.engine_dropped([A]),
+    "lacked": lambda rig: rig.manager.lacked([A]),
     "take_wanted": lambda rig: rig.manager.take_wanted(),
     "keep_unstored": lambda rig: rig.manager.keep_unstored(),
     "take_unstored": lambda rig: rig.manager.take_unstored(),

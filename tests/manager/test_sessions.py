@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import FakeRequest, finished, make_scheduler, run_prompt
+from tests.connector.test_engine_cache import Bench
 from tiering.api.hints import KeptBlocks, tenant_of
 from tiering.manager.sessions import MOST_SHARERS, Sessions
 from tiering.testing.keys import keys_of
@@ -199,6 +200,26 @@ def test_blocks_that_a_request_computes_again_although_the_tier_has_them_are_not
     request = ask("two", "s", [*range(16), *range(90, 94)], RELEASE)
     run(scheduler, request, [1, 2, 3, 4, 5], found=found)
     assert manager.released == request.keys()[4:]
+
+
+@pytest.mark.parametrize("feeds_tiers", [False, True])
+@pytest.mark.parametrize("first", [None, "r"], ids=["no session", "released session"])
+def test_blocks_that_an_exclusive_tier_has_and_a_session_computes_again_are_not_released(
+    first: str | None, feeds_tiers: bool
+) -> None:
+    bench = Bench(feeds_tiers=feeds_tiers)
+    left = ask("one", first, [*range(16)], *[RELEASE] * bool(first))
+    bench.run(left)
+    bench.end(left)
+    bench.manager.hold(left.keys())
+    bench.use_up(16)
+    assert bench.notes == set(), "the blocks have left the engine's cache"
+    bench.pool.free_blocks(bench.pool.blocks[1:])
+    bench.manager.released.clear()
+    again = ask("two", "s", [*range(20)], RELEASE)
+    bench.run(again)
+    bench.end(again)
+    assert bench.manager.released == again.keys()[4:]
 
 
 @pytest.mark.parametrize("session", [None, "t"])

@@ -272,6 +272,10 @@ class OffloadingManager(ABC):
         """
         return 0
 
+    def lacked(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return those of ``keys`` that the primary tier lacks; the call changes nothing. The default: all."""
+        return keys
+
     def take_wanted(self) -> Sequence[OffloadKey]:
         """Return blocks that tiers want and that the primary tier lacks, each once.
 

@@ -179,7 +179,11 @@ class StorePlanner:
                 return None, 0
         order, stored = None, offers
         cache = self.engine_cache if state.variant is None else None
+        offered, new = list[OffloadKey](), list[OffloadKey]()
         if cache is not None:
+            if self.sessions is not None:
+                offered = [key for offer in offers for key in offer.keys]
+                new = list(self._manager.lacked([key for key in offered if key not in cache.blocks_of]))
             stored = self._not_noted(cache, offers, state)
         keys = [key for offer in stored for key in offer.keys]
         if keys:
@@ -192,10 +196,7 @@ class StorePlanner:
             if cache is None:
                 self._note_users(state, offers, keys, output.keys_to_store)
         if cache is not None:
-            if self.sessions is not None:
-                offered = [key for offer in offers for key in offer.keys]
-                new = [key for key in offered if key not in cache.blocks_of]
-                self._note_users(state, offers, offered, new)
+            self._note_users(state, offers, offered, new)
             for group, offer in zip(self._groups, offers, strict=True):
                 cache.note(state.request, group, offer.positions, offer.keys, offer.block_ids.tolist())
         state.next_store_at = NEVER

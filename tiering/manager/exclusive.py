@@ -69,6 +69,11 @@ class ManagerExclusive(ManagerParts):
         self._jobs.late_copies.discard(keys)
         return len(left)
 
+    def lacked(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        if get_ident() != self._owner.ident:
+            self._owner.claim()
+        return self.primary_tier.unknown(keys)
+
     def take_wanted(self) -> Sequence[OffloadKey]:
         if get_ident() != self._owner.ident:
             self._owner.claim()
