@@ -13,6 +13,7 @@ import pytest
 from tests.cli.runner import ROOT, command, kv_tiering
 from tests.machine.engines import SmallEngine
 from tests.machine.hosts import ServiceProcess, service_process
+from tests.machine.users import ANNA, needs_root
 from tiering.errors import StoreError
 from tiering.medium.files import Files
 
@@ -177,3 +178,55 @@ def test_a_tier_without_directories_says_so(tmp_path: Path) -> None:
     done = kv_tiering("adopt", path, tmp_path)
     assert (done.code, done.err) == (1, "kv-tiering: memory: the tier memory has no directory of each engine's own\n")
     assert kv_tiering("adopt", path, tmp_path, "--yes", "--dry-run").code == 2
+
+
+@pytest.mark.parametrize("form", ["directory", "documents"])
+def test_links_lead_the_command_to_no_files_elsewhere(tmp_path: Path, disk: Path, stack: Path, form: str) -> None:
+    filled(disk / "replica-0", MANY)
+    elsewhere = filled(tmp_path / "elsewhere", FEW, capacity="1MiB")
+    (elsewhere / "documents" / "letter").write_text("mine")
+    if form == "directory":
+        (disk / "replica-1").symlink_to(elsewhere)
+    else:
+        (disk / "replica-1").mkdir()
+        (disk / "replica-1" / "documents").symlink_to(elsewhere / "documents")
+    before = sorted(elsewhere.rglob("*"))
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    link = disk / "replica-1" if form == "directory" else disk / "replica-1" / "documents"
+    assert f"{disk}/replica-1 stays: {link} is a symbolic link\n" in done.out
+    assert (done.code, done.out.count("becomes"), done.out.count("is removed")) == (0, 1, 0)
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+@needs_root
+def test_directories_of_other_users_stay(disk: Path, stack: Path) -> None:
+    for path in (filled(disk / "replica-0", MANY), filled(disk / "replica-1", FEW, capacity="1MiB")):
+        for each in (path, *path.rglob("*")):
+            os.chown(each, ANNA if path.name == "replica-0" else 0, 0)
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    assert f"replica-0 stays: it belongs to user {ANNA}, and this process runs as user 0\n" in done.out
+    assert (done.code, done.out.count("becomes"), done.out.count("is removed")) == (0, 1, 0)
+    assert (disk / "replica-0" / "documents").exists()
+
+
+def test_a_directory_that_is_named_twice_is_moved_once(tmp_path: Path, disk: Path, stack: Path) -> None:
+    filled(disk / "replica-0", MANY)
+    (tmp_path / "link").symlink_to(disk / "replica-0")
+    done = kv_tiering("adopt", stack, disk, disk / "replica-0", tmp_path / "link", "--yes")
+    assert (done.code, done.err, done.out.count("becomes"), done.out.count("\n")) == (0, "", 1, 1)
+
+
+def test_names_that_no_engine_gives_a_replica_are_not_read(disk: Path, stack: Path) -> None:
+    filled(disk / "replica-0\n\x1b[2J", FEW)
+    assert (done := kv_tiering("adopt", stack, disk, "--yes")).code == 0
+    assert done.out == ""
+
+
+def test_a_link_in_the_place_of_the_services_directory_takes_no_files(tmp_path: Path, disk: Path, stack: Path) -> None:
+    filled(disk / "replica-0", MANY)
+    target = kv_tiering("adopt", stack, disk).out.split("becomes ")[1].rstrip()
+    (tmp_path / "elsewhere").mkdir()
+    Path(target).symlink_to(tmp_path / "elsewhere")
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    assert done.out.count("stays: ") == 2, done.out  # the link itself is below the directory
+    assert [*(tmp_path / "elsewhere").iterdir()] == []

@@ -115,7 +115,7 @@ class Adopted:
     place: str
     """The place, for people."""
     namespace: str
-    """Namespace that used it last, as 32 hex digits."""
+    """Namespace that used it last, as 32 hex digits; empty if the place was not read."""
     nbytes: int
     """Bytes in it; 0 if it stays."""
     fate: str

@@ -25,7 +25,8 @@ def adopt(chosen: ChosenTiers, directories: Sequence[str], yes: bool, dry_run: b
 
     A DIRECTORY is the path of a local tier in the engines' stacks, or several, with the subdirectories of data-parallel
     replicas. Of each namespace, the fullest becomes the service's, with its blocks, unless the service has stored some
-    already. The others are removed. Those in use by an engine stay. Files of somebody else stay, too.
+    already. The others are removed. Those in use by an engine stay, and so do those of other users than the command's,
+    and files of somebody else.
 
     Without --yes, only a terminal is asked; pipes get a dry run. A dry run that would have changed something ends with
     code 3.
@@ -64,5 +65,5 @@ def _print(results: dict[str, list[Adopted]], *, changed: bool, as_json: bool) -
         return
     for tier, found in results.items():
         for one in found:
-            size = f", {format_bytes(one.nbytes)}" if one.nbytes else ""
-            click.echo(f"{tier}\t{one.place} ({one.namespace[:8]}{size}) {one.fate}")
+            about = [one.namespace[:8]] * bool(one.namespace) + [format_bytes(one.nbytes)] * bool(one.nbytes)
+            click.echo(" ".join([f"{tier}\t{one.place}", *([f"({', '.join(about)})"] if about else []), one.fate]))

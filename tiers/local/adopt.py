@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,9 @@ from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import (
     DIRECTORY_MODE,
     FRESH,
-    REPLICA_PREFIX,
     entries_of,
     parse_segment,
+    replicas_in,
     tier_directory,
     used_bytes,
 )
@@ -40,7 +42,9 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
     """Yield what becomes of the directories at and below ``roots`` that engines had, and let that happen.
 
     The fullest of each namespace becomes that of the service, with its blocks. Files are renamed, none is copied. A
-    directory that somebody holds stays. If the process is killed, the next call goes on: documents move last.
+    directory that somebody holds stays. So does one of another user, who would have written what the service's own
+    engines load, and could lead the removal to other files by a link. If the process is killed, the next call goes on:
+    documents move last.
 
     Args:
         roots: directories of one engine each, or of several data-parallel ones.
@@ -52,7 +56,11 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
         OSError: a directory cannot be read, moved or removed.
     """
     found: list[_Old] = []
-    for directory in [each for root in roots for each in (root, *sorted(root.glob(f"{REPLICA_PREFIX}*")))]:
+    places = [each for root in roots for each in (root.resolve(), *_replicas(root.resolve()))]
+    for directory in dict.fromkeys(places):
+        if (reason := _others(directory)) is not None:
+            yield Adopted(str(directory), "", 0, f"stays: {reason}")
+            continue
         namespace = _namespace(directory)
         if namespace is None or directory.resolve() == _target(path, namespace).resolve():
             continue
@@ -66,6 +74,9 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
         moves = old.namespace not in taken and _namespace(target) is None
         taken.add(old.namespace)
         fate = f"becomes {target}" if moves else "is removed"
+        if (reason := _others(target)) is not None:
+            yield Adopted(str(old.directory), old.namespace, 0, f"stays: {target}: {reason}")
+            continue
         if not dry_run:
             try:
                 if moves:
@@ -85,13 +96,34 @@ def _target(path: str, namespace: str) -> Path:
     return tier_directory(path, service_replica(namespace))
 
 
+def _replicas(root: Path) -> list[Path]:
+    return [tier_directory(str(root), name) for name in replicas_in(root)]
+
+
+def _others(directory: Path) -> str | None:
+    """Return why a directory may lead to files of somebody else; None if it is this user's, without links."""
+    reason = None
+    for path in (directory, directory / _DOCUMENTS):
+        try:
+            found = path.lstat()
+        except PermissionError:
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISLNK(found.st_mode):
+            return f"{path} is a symbolic link"
+        if found.st_uid != os.geteuid():
+            reason = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    return reason
+
+
 def _namespace(directory: Path) -> str | None:
     """Return the namespace whose epoch document was written last; None if there is none."""
     try:
         documents = [entry for entry in entries_of(directory / _DOCUMENTS) if entry.name.startswith(EPOCHS)]
     except (FileNotFoundError, NotADirectoryError):
         return None
-    dated = sorted(((entry.stat().st_mtime, entry.name) for entry in documents), reverse=True)
+    dated = sorted(((entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in documents), reverse=True)
     return next((name for _, text in dated if (name := namespace_of(text)) is not None), None)
 
 

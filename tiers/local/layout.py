@@ -174,8 +174,9 @@ def tier_directory(path: str, replica: str | None) -> Path:
 
 
 def replicas_in(directory: Path) -> list[str]:
-    """Return the names of the replicas that have a subdirectory in ``directory``."""
-    return sorted(path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
+    """Return the names of replicas with a subdirectory in ``directory``; others are no engine's."""
+    names = (path.name.removeprefix(REPLICA_PREFIX) for path in directory.glob(f"{REPLICA_PREFIX}*"))
+    return sorted(name for name in names if _REPLICA.fullmatch(name))
 
 
 def mount_point(directory: Path) -> Path:
