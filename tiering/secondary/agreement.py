@@ -74,7 +74,7 @@ class EpochAgreement:
         self.emptied: tuple[str, int] | None = None
         """Instance of a service, and a generation of its tiers: the rows were emptied after that began."""
         self.cold_starts: dict[str, str] = {}
-        """Tier → what differs in the nearest blocks of others, beside which it began empty; any thread may add one."""
+        """Tier → what differs in the nearest blocks of others as it began empty; any thread may add one."""
         self._parties: list[EpochParty] = []
 
     def join(self, party: EpochParty) -> None:
