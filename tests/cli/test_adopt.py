@@ -131,12 +131,13 @@ def test_files_of_somebody_else_stay(disk: Path, stack: Path) -> None:
 def test_a_move_that_was_cut_off_is_ended_by_the_next_call(
     tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filled(disk, MANY)
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, capacity="12MiB")  # has more than what the move leaves behind
     rename = Files.rename
     moved: list[Path] = []
 
     def cut(self: Files, source: Path, target: Path) -> None:
-        if len(moved) == 2:
+        if len(moved) == 4:
             raise StoreError("killed")
         moved.append(source)
         rename(self, source, target)

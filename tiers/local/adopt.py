@@ -25,6 +25,9 @@ from tiers.local.layout import (
 from tiers.local.lock import LOCK_NAME, DirectoryLock, owner_of
 
 _DOCUMENTS = "documents"
+_MOVING = f"moving{FRESH}"
+"""Name of a file in a directory whose move has begun; the next call ends that move first."""
+
 _NAMES = (CHECKPOINT_NAME, "written-")
 """Beginnings of the names of the tier's files beside segments."""
 
@@ -69,7 +72,7 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
         else:
             found.append(_Old(directory, namespace, used_bytes(directory)))
     taken: set[str] = set()
-    for old in sorted(found, key=lambda old: -old.nbytes):
+    for old in sorted(found, key=lambda old: (not (old.directory / _MOVING).exists(), -old.nbytes)):
         target = _target(path, old.namespace)
         moves = old.namespace not in taken and _namespace(target) is None
         taken.add(old.namespace)
@@ -88,6 +91,7 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
+                files.unlink(old.directory / _MOVING)
                 fate = f"stays: {target} is on another file system"
         yield Adopted(str(old.directory), old.namespace, old.nbytes, fate)
 
@@ -147,13 +151,18 @@ def _held(directory: Path) -> Iterator[None]:
 def _move(source: Path, target: Path, files: Files) -> None:
     target.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     with _held(source), _held(target):
+        files.close(files.open(source / _MOVING, os.O_RDWR | os.O_CREAT))
+        files.sync_directory(source)
         for name in _own_files(source):
+            if name == _MOVING:
+                continue
             files.rename(source / name, target / name)
         files.sync_directory(target)
         with contextlib.suppress(FileNotFoundError):
             (target / _DOCUMENTS).rmdir()  # an empty one of a service that has stored nothing yet
         files.rename(source / _DOCUMENTS, target / _DOCUMENTS)
         files.sync_directory(target)
+        files.unlink(source / _MOVING)
         _leave(source, files)
 
 
