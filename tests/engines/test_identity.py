@@ -601,6 +601,33 @@ def test_kernels_that_do_not_depend_on_the_batch_count(monkeypatch: pytest.Monke
     assert said("org/model", CONFIG) != before
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"b_dtype": "int4"}'),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"),
+    ],
+)
+def test_variables_that_quantise_or_lower_the_precision_count(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = said("org/model", CONFIG)
+    monkeypatch.setenv(name, value)
+    assert said("org/model", CONFIG) != before
+
+
+def test_a_file_that_a_variable_names_counts_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def with_file(name: str, content: str) -> dict[str, Any]:
+        (tmp_path / name).write_text(content)
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(tmp_path / name))
+        return said("org/model", CONFIG)
+
+    assert with_file("a", "{}") == with_file("b", "{}") != with_file("a", '{"b_dtype": "int4"}')
+
+
 def test_a_quantisation_file_outside_the_model_counts_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
 

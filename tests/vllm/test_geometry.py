@@ -21,6 +21,7 @@ from tiering.engines.vllm.geometry import (
     zeroes_early,
 )
 from tiering.engines.vllm.heads import check_copies
+from tiering.engines.vllm.model import _cpu
 from tiering.errors import ConfigError
 from tiering.simple.scheduler import SimpleCPUOffloadScheduler
 
@@ -252,3 +253,18 @@ def test_workers_with_the_same_heads_have_them_in_all_layers(found: list[int] | 
     model = None if found is None else SimpleNamespace(modules=lambda: modules)
     with pytest.raises(ConfigError, match="hold copies of 1 KV head") if refused else nullcontext():
         check_copies(model, 1)
+
+
+def test_a_cpu_that_packs_k_and_v_otherwise_has_another_order_and_others_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def order(dtype: Any, tiles: bool, machine: str = "x86_64") -> str:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        return _cpu(SimpleNamespace(model_config=SimpleNamespace(dtype=dtype)))
+
+    plain = torch.backends.cpu.get_cpu_capability()
+    assert order(torch.bfloat16, tiles=False) == order(torch.float32, tiles=True) == plain
+    assert len({order(torch.bfloat16, True), order(torch.bfloat16, False, "aarch64"), plain}) == 3

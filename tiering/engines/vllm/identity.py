@@ -23,6 +23,14 @@ _MULTIMODAL = (
     *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
 )
 """vLLM's multimodal settings on which the inputs' features depend."""
+_ENVIRONMENT = (
+    *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"),
+    *("VLLM_CPU_INT4_W4A8", "VLLM_XPU_INC_WNA16_BACKEND", "VLLM_B12X_MOE_FP4_FORCE_A16"),
+    *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
+    *("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION"),
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+)
+"""vLLM's variables that quantise weights or activations otherwise, lower their precision, or move K and V in a page."""
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
@@ -33,8 +41,8 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
         engine_version: vLLM's version, major and minor.
 
     Raises:
-        ConfigError: a file that the settings name (quantization_config_file of hf_overrides, or
-            mm_encoder_fp8_scale_path) cannot be read.
+        ConfigError: a file that the settings name (quantization_config_file of hf_overrides,
+            mm_encoder_fp8_scale_path, or a variable) cannot be read.
     """
     model = vllm_config.model_config
     hf_config = meaning(plain(model.hf_config.to_dict()))
@@ -77,12 +85,20 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
         "use_non_causal": getattr(attention, "use_non_causal", False),
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
+        "environment": _environment(),
         "batch_invariant": batch_invariant(),  # what other kernels have computed differs by roundings
     }
     indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
     return {word: value for word, value in found.items() if value} | (
         {} if indexer == "auto" else {"indexer_kv_dtype": indexer}
     )
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of :data:`_ENVIRONMENT` that are set; for a file that one names, the file's digest."""
+    found = {word: value for word in _ENVIRONMENT if (value := os.environ.get(word, "").strip())}
+    named = {word: value for word, value in found.items() if word.endswith("_CONFIG") and not value.startswith("{")}
+    return found | {word: _digest_of_file(word, value) for word, value in named.items()}
 
 
 def batch_invariant() -> bool:

@@ -6,6 +6,7 @@ The functions import vLLM when they are called.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,6 @@ def model_identity(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -
 
 def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return the order of dimensions in a page, and the settings that affect the packing of K and V."""
-    import torch
     from vllm.platforms import current_platform
 
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
@@ -75,10 +75,23 @@ def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
     )
     attention = getattr(vllm_config, "attention_config", None)
     backend = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND")
-    device = (
-        current_platform.get_device_name() if not current_platform.is_cpu() else torch.backends.cpu.get_cpu_capability()
-    )
+    device = _cpu(vllm_config) if current_platform.is_cpu() else current_platform.get_device_name()
     per_kind = getattr(attention, "backend_per_kind", None) or {}
     return (
         f"{layout}, {current_platform.device_type} {device}, attention {backend} {sorted(map(str, per_kind.items()))}"
     )
+
+
+def _cpu(vllm_config: Any) -> str:
+    """Return what vLLM's kernels for CPUs choose the packing of K and V by.
+
+    PyTorch's own word is the same with AMX and without; on a processor that is no x86 it may be "DEFAULT" as well.
+    """
+    import torch
+
+    words = [str(torch.backends.cpu.get_cpu_capability())]
+    if platform.machine() != "x86_64":
+        words.append(platform.machine())
+    if vllm_config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        words.append("AMX")  # K and V in tiles; other types are packed as without it
+    return " ".join(words)
