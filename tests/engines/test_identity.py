@@ -619,6 +619,17 @@ def test_variables_that_quantise_or_lower_the_precision_count(
     assert said("org/model", CONFIG) != before
 
 
+def test_random_weights_depend_on_the_number_of_ranks_and_others_do_not() -> None:
+    def loaded(load_format: str, ranks: int) -> dict[str, Any]:
+        hf_config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+        known = SimpleNamespace(model_config=model("/a", hf_config=hf_config))
+        known.load_config = SimpleNamespace(load_format=load_format)
+        known.parallel_config = SimpleNamespace(tensor_parallel_size=ranks)
+        return overrides(known, "0.33")
+
+    assert loaded("dummy", 2) != loaded("dummy", 1) == loaded("auto", 1) == loaded("auto", 2)
+
+
 def test_a_file_that_a_variable_names_counts_by_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def with_file(name: str, content: str) -> dict[str, Any]:
         (tmp_path / name).write_text(content)

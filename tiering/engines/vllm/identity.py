@@ -30,7 +30,7 @@ _ENVIRONMENT = (
     *("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION"),
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
 )
-"""vLLM's variables that quantise weights or activations otherwise, lower their precision, or move K and V in a page."""
+"""vLLM's variables that change how values are quantised, rounded or ordered in a page."""
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
@@ -86,6 +86,7 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
         "environment": _environment(),
+        "dummy_shards": _dummy_shards(vllm_config),
         "batch_invariant": batch_invariant(),  # what other kernels have computed differs by roundings
     }
     indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
@@ -94,8 +95,21 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
     )
 
 
+def _dummy_shards(vllm_config: Any) -> int:
+    """Return the number of ranks that divide random weights; 0 if the weights do not depend on it.
+
+    Each rank draws its part by itself, so the whole differs with their number, where canonical rows do not.
+    """
+    load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
+    ranks = int(getattr(getattr(vllm_config, "parallel_config", None), "tensor_parallel_size", 1))
+    return ranks if load_format == "dummy" and ranks > 1 else 0
+
+
 def _environment() -> dict[str, str]:
-    """Return the variables of :data:`_ENVIRONMENT` that are set; for a file that one names, the file's digest."""
+    """Return the variables of :data:`_ENVIRONMENT` that are set.
+
+    For a file that one names, the value is the file's digest.
+    """
     found = {word: value for word in _ENVIRONMENT if (value := os.environ.get(word, "").strip())}
     named = {word: value for word, value in found.items() if word.endswith("_CONFIG") and not value.startswith("{")}
     return found | {word: _digest_of_file(word, value) for word, value in named.items()}
