@@ -41,6 +41,7 @@ from tests.machine.users import (
 from tiering import ModelIdentity, load_stack, open_manager
 from tiering.api.namespace import Namespace
 from tiering.cli.serve import users_of
+from tiering.config.io_process import builders
 from tiering.errors import ConfigError
 from tiering.machine.claim import describe
 from tiering.machine.counts import ServiceCounts
@@ -48,6 +49,7 @@ from tiering.machine.messages import MessageError
 from tiering.machine.service import MOST_CONNECTIONS, MachineService
 from tiering.machine.user_names import number_of
 from tiering.machine.users import UserThread, look_at, parameters_of, service_for
+from tiering.machine.words import Greeting
 
 BLOCKS = range(8)
 TIERS = ("peers", "memory", "local")
@@ -271,6 +273,18 @@ def test_no_text_of_an_engine_names_the_namespace_of_another_user(sent: str) -> 
     assert json.loads(bert) == {"model": "m", "user": "bert"}
     assert json.loads(anna) == {"model": "m", "user": "anna"}
     assert len({Namespace(text).directory for text in (anna, bert)}) == 2
+
+
+def test_two_spellings_of_a_namespace_are_one(tmp_path: Path) -> None:
+    tiers = builders(load_stack(stack_of({"type": "memory", "capacity": "1MiB"})).secondary)
+    service = MachineService(tmp_path / "cache.sock", tiers, most_bytes=1 << 20, user="anna")
+    try:
+        texts = ('{"a":1,"b":2}', '{"b": 2, "a": 1}', '{"a":1,"b":3}')
+        spaces = [service._namespace(Greeting("memory", text, (64,), 4, 64)) for text in texts]
+        assert spaces[0] is spaces[1] is not spaces[2]
+    finally:
+        service.stop()
+        assert service.run()
 
 
 @pytest.mark.parametrize("sent", ["", "[]", "{", "7", '{"a":' * 5000, "NaN"])

@@ -472,11 +472,12 @@ class MachineService:
         Raises:
             TieringError: a tier cannot be built, or the engine's geometry is another one.
         """
-        space = self._namespaces.get(greeting.parameters)
+        parameters = parameters_of(self._user, greeting.parameters)  # two spellings of one open its directory once
+        space = self._namespaces.get(parameters)
         if space is None:
             if len(self._namespaces) >= self._most_namespaces:
                 raise ConfigError(f"the service has {self._most_namespaces} namespaces of this user already")
-            namespace = Namespace(parameters_of(self._user, greeting.parameters))
+            namespace = Namespace(parameters)
             space = HostedNamespace(
                 namespace,
                 greeting.group_bytes,
@@ -493,7 +494,7 @@ class MachineService:
             except BaseException:
                 space.close()
                 raise
-            self._namespaces[greeting.parameters] = space
+            self._namespaces[parameters] = space
         elif (space.groups, space.rows.stride) != (greeting.group_bytes, greeting.stride):
             raise ConfigError("another engine of this namespace has blocks of other sizes")
         return space
