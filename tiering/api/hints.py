@@ -122,7 +122,7 @@ class HintBounds:
         kept = KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin, tenant)
         if not own or keep.name != EXPECT:
             return [kept]
-        if len(own) == len(keys):
+        if all(map(own.__contains__, keys)):
             return [kept._replace(is_own=True)]
         parts = [[key for key in keys if (key in own) is is_own] for is_own in (False, True)]
         return [kept._replace(keys=part, is_own=part is parts[1]) for part in parts if part]
