@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,15 +257,23 @@ def test_workers_with_the_same_heads_have_them_in_all_layers(found: list[int] | 
 
 
 def test_a_cpu_that_packs_k_and_v_otherwise_has_another_order_and_others_keep_theirs(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
+    builds = tmp_path / "one.so", tmp_path / "other.so"
+    for build in builds:
+        build.write_text(build.name)
 
-    def order(dtype: Any, tiles: bool, machine: str = "x86_64") -> str:
+    def order(dtype: Any, tiles: bool, machine: str = "x86_64", build: Path = builds[0]) -> str:
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
         monkeypatch.setattr("platform.machine", lambda: machine)
+        monkeypatch.setattr("tiering.engines.vllm.model.find_spec", lambda _: SimpleNamespace(origin=str(build)))
         return _cpu(SimpleNamespace(model_config=SimpleNamespace(dtype=dtype)))
 
     plain = torch.backends.cpu.get_cpu_capability()
-    assert order(torch.bfloat16, tiles=False) == order(torch.float32, tiles=True) == plain
-    assert len({order(torch.bfloat16, True), order(torch.bfloat16, False, "aarch64"), plain}) == 3
+    assert order(torch.bfloat16, tiles=False) == order(torch.float32, tiles=True, build=builds[1]) == plain
+    arm = [order(torch.bfloat16, False, "aarch64", build) for build in builds]
+    assert len({order(torch.bfloat16, True), *arm, plain}) == 4
+    assert order(torch.bfloat16, False, "aarch64") == arm[0]
+    with pytest.raises(ConfigError, match="library of kernels cannot be read"):
+        order(torch.bfloat16, False, "aarch64", tmp_path / "none.so")

@@ -61,7 +61,7 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
     }
     changed = getattr(model, "hf_overrides", None)
     if isinstance(changed, Mapping) and (file := changed.get("quantization_config_file")):
-        found["quantization_config_file"] = _digest_of_file("hf_overrides.quantization_config_file", file)
+        found["quantization_config_file"] = digest_of_file("hf_overrides.quantization_config_file", file)
     if _rope_is_scaled(hf_config):
         found["max_model_len"] = int(model.max_model_len)  # some scalings derive their factors from this length
     if settings := _multimodal(getattr(model, "multimodal_config", None)):
@@ -112,7 +112,7 @@ def _environment() -> dict[str, str]:
     """
     found = {word: value for word in _ENVIRONMENT if (value := os.environ.get(word, "").strip())}
     named = {word: value for word, value in found.items() if word.endswith("_CONFIG") and not value.startswith("{")}
-    return found | {word: _digest_of_file(word, value) for word, value in named.items()}
+    return found | {word: digest_of_file(word, value) for word, value in named.items()}
 
 
 def batch_invariant() -> bool:
@@ -136,13 +136,13 @@ def _multimodal(config: Any) -> dict[str, Any]:
     values = {word: plain(getattr(config, word, None)) for word in _MULTIMODAL}
     found = {word: value for word, value in values.items() if value}
     if scales := found.pop("mm_encoder_fp8_scale_path", None):
-        found["mm_encoder_fp8_scales"] = _digest_of_file("mm_encoder_fp8_scale_path", scales)
+        found["mm_encoder_fp8_scales"] = digest_of_file("mm_encoder_fp8_scale_path", scales)
     if found.get("video_pruning_rate"):
         found["video_pruning_method"] = str(getattr(config, "video_pruning_method", None))
     return found
 
 
-def _digest_of_file(word: str, path: Any) -> str:
+def digest_of_file(word: str, path: Any) -> str:
     """Return the digest of the file that a setting names.
 
     Raises:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from tiering.api.namespace import ModelIdentity
 from tiering.engines.vllm.geometry import Geometry, layout_of, read_geometry
-from tiering.engines.vllm.identity import hash_seed, overrides
+from tiering.engines.vllm.identity import digest_of_file, hash_seed, overrides
 
 
 def kind_of(spec: Any) -> str:
@@ -86,12 +87,17 @@ def _cpu(vllm_config: Any) -> str:
     """Return what vLLM's kernels for CPUs choose the packing of K and V by.
 
     PyTorch's own word is the same with AMX and without; on a processor that is no x86 it may be "DEFAULT" as well.
+    There, the packing is chosen when vLLM is compiled (on ARM, by BFMMLA), so the library of kernels itself counts.
+
+    Raises:
+        ConfigError: the library cannot be read.
     """
     import torch
 
     words = [str(torch.backends.cpu.get_cpu_capability())]
     if platform.machine() != "x86_64":
-        words.append(platform.machine())
+        library = find_spec("vllm._C")
+        words += [platform.machine(), digest_of_file("vLLM's library of kernels", library and library.origin)]
     if vllm_config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         words.append("AMX")  # K and V in tiles; other types are packed as without it
     return " ".join(words)
