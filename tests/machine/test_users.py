@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -318,12 +319,33 @@ def test_an_error_in_the_service_of_one_user_refuses_its_engines_alone(caplog: p
     assert service_for(os.geteuid(), own, users) == (own, "")
 
 
-def test_counts_of_a_user_whose_service_hangs_are_the_last_ones_and_the_others_are_new(tmp_path: Path) -> None:
+def test_a_user_without_a_thread_is_refused_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    own: Any = FailingService()
+    users = {ANNA: UserThread("anna", own)}
+    users[ANNA].start()
+    assert "the user anna is not served, because no thread can be started" in caplog.text
+    assert users[ANNA].has_ended
+    assert service_for(ANNA, own, users)[0] is None
+    assert service_for(os.geteuid(), own, users) == (own, "")
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_counts_of_a_user_whose_service_hangs_or_has_ended_are_the_last_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
     hanging = MachineService(tmp_path / "cache.sock", {}, most_bytes=1, user="anna", parts=2)
     hanging.counts = ServiceCounts(service_responsive=1, service_connections=5)
     with service_in_thread(tmp_path / "cache.sock", {"type": "memory", "capacity": "1MiB"}) as own:
         assert look_at(own, {}, 60.0).service.service_responsive == 1
-        look = look_at(own, {ANNA: UserThread("anna", hanging)}, 1.0)
+        thread = UserThread("anna", hanging)
+        monkeypatch.setattr(thread, "is_alive", lambda: is_alive)
+        look = look_at(own, {ANNA: thread}, 1.0 if is_alive else 600.0)
     assert look.service.service_connections == 5
     assert look.service.service_responsive == 1, "one user could make an operator's probe restart the service"
     assert look_at(hanging, {}, 0.1).service.service_responsive == 0

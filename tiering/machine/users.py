@@ -90,6 +90,14 @@ class UserThread(threading.Thread):
         """True once nothing touches the rows of this user's engines any more."""
         self._user = user
 
+    def start(self) -> None:
+        """Start the thread; if there is no room for one, the service refuses this user's engines."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            self.has_ended = True  # nothing of the user's has begun
+            _log.error("the user %s is not served, because no thread can be started: %s", self._user, error)
+
     def run(self) -> None:
         try:
             self.has_ended = self.service.run()
@@ -127,7 +135,8 @@ def look_at(own: OwnService, users: Mapping[int, UserThread], seconds: float) ->
         seconds: time for all of them.
     """
     until = time.monotonic() + seconds
-    asked = [(service, service.ask()) for service in (own, *(user.service for user in users.values()))]
+    alive = [user.service for user in users.values() if user.is_alive()]
+    asked = [(service, service.ask()) for service in (own, *alive)]
     looks: list[ServiceLook] = []
     for service, look in asked:
         try:
@@ -135,4 +144,5 @@ def look_at(own: OwnService, users: Mapping[int, UserThread], seconds: float) ->
         except TimeoutError:
             look.cancel()
             looks.append(ServiceLook(replace(service.counts, service_responsive=0)))
+    looks += [ServiceLook(user.service.counts) for user in users.values() if user.service not in alive]
     return joined(looks)

@@ -4,9 +4,9 @@ Engines publish which prefixes their requests used, in the tiers that outlive th
 (:class:`~tiering.secondary.contract.TierHotKeys`). A manager that starts gathers what they published, and promotes it
 into free rows, hottest first::
 
-    gathering ── a tier answers ──> promoting ── nothing or no free row is left, or time is over ──> order ──> over
+    gathering -- a tier answers --> promoting -- nothing or no free row is left, or time is over --> order --> over
         ^                               |
-        └─────────── a reset ───────────┘
+        '----------- a reset -----------'
 
 Nothing waits for it. One batch is in flight at a time, at most a tenth of a second of the bandwidth, and none begins
 while a request waits for a promotion. No block is evicted for it. Engines take turns by the blocks that were begun for

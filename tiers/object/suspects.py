@@ -8,8 +8,8 @@ the service, in one listing of the documents; no machine's clock takes part.
 
 ::
 
-    read corrupt ── no digest ──> noted ── another machine, a minute later ──> settlement ──> deleted
-         └───────── digest proves it ─────────────────────────────────────────────^   └─ budget spent: released
+    read corrupt -- no digest --> noted -- another machine, a minute later --> settlement --> deleted
+         '--------- digest proves it ---------------------------------------------^   '- budget spent: released
 
 A note that is damaged, or about another version, counts as none. Notes end after a day, settlements after an hour; the
 next settlement or ``kv-tiering gc`` removes them.
