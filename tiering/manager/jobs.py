@@ -340,9 +340,9 @@ class TierJobs:
         del state.jobs[job.job_id]
         if job.is_promotion:
             promotion = self._loads.pop(job.job_id)
-            state.load_ended = self._clock()
+            state.load_ended = now = self._clock()
             if state.gate is not None:
-                now, seconds = self._clock(), result.transfer_time
+                seconds = result.transfer_time
                 ended = now if type(seconds) is not float else min(now, job.submitted_at + max(0.0, seconds))
                 state.gate.end(len(job.keys), len(job.keys if arrived is None else arrived), ended)
                 if promotion.awaited:
