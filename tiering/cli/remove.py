@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import click
 
@@ -16,7 +17,7 @@ from tiering.cli.tiers import ChosenTiers, choose_namespaces, chosen_tiers, note
 
 _CPU_TIER = "its blocks end with the engine, so there is nothing to remove"
 
-Removal = Callable[[TierAdmin, bool], Awaitable[Collected]]
+Removal = Callable[[TierAdmin, bool], Coroutine[Any, Any, Collected]]
 """Function that removes blocks of a tier, or counts them if its second argument (a dry run) is True."""
 
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import string
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,7 +54,7 @@ class ChosenTiers:
 
     def for_each(
         self,
-        work: Callable[[TierAdmin], Awaitable[Any]],
+        work: Callable[[TierAdmin], Coroutine[Any, Any, Any]],
         some: Sequence[TierOptions] | None = None,
         *,
         opened: bool = True,
@@ -74,14 +74,11 @@ class ChosenTiers:
         failed, unsupported = False, 0
         tiers = self.tiers if some is None else some
 
-        async def run(admin: TierAdmin) -> Any:
-            return await work(admin)
-
         for options in tiers:
             try:
                 admin = self.admin(options)
                 with admin if opened else contextlib.nullcontext():
-                    results[options.tier_name] = asyncio.run(run(admin))
+                    results[options.tier_name] = asyncio.run(work(admin))
             except UnsupportedError as error:
                 unsupported += 1
                 note(options.tier_name, str(error))

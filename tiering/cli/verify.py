@@ -17,6 +17,7 @@ from tiering.admin.tier_admin import TierAdmin
 from tiering.cli.output import progress as display
 from tiering.errors import ConfigError
 from tiering.medium.codec import FrameVerifier
+from tiering.medium.files import Files
 from tiering.medium.frame import HEADER_BYTES, FrameError
 from tiering.runtime.json_text import parse_json
 
@@ -85,10 +86,9 @@ class Resumable:
             return
         self._saved_at = time.monotonic()
         tiers = {tier: dataclasses.asdict(found) for tier, found in self.tiers.items()}
-        fresh = self._path.with_name(f"{self._path.name}.new")
+        content = json.dumps({"version": _VERSION, "stack": self._stack, "tiers": tiers})
         try:
-            fresh.write_text(json.dumps({"version": _VERSION, "stack": self._stack, "tiers": tiers}))
-            fresh.replace(self._path)
+            Files().replace(self._path, [content.encode()], durable=False)
         except OSError as error:
             raise ConfigError(f"--state: {self._path} cannot be written: {error.strerror}") from error
 
