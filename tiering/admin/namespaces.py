@@ -8,8 +8,7 @@ from typing import Any
 
 from tiering.admin.records import EpochState, KnownNamespace
 from tiering.api.namespace import fingerprint_of
-from tiering.epochs.documents import EPOCHS, LEASES, PARAMETERS, EpochDocument
-from tiering.runtime.json_text import parse_json
+from tiering.epochs.documents import EPOCHS, LEASES, PARAMETERS, EpochDocument, parse_parameters
 
 _EPOCH = re.compile(rf"{EPOCHS}([0-9a-f]{{32}})(?:-([0-9]+))?")
 _PARAMETERS = re.compile(rf"{PARAMETERS}([0-9a-f]{{32}})\.json")
@@ -41,7 +40,7 @@ def known_namespaces(documents: Mapping[str, bytes], fresh_leases: Collection[st
     holders: dict[str, dict[str, str]] = {}
     for name, content in documents.items():
         if match := _PARAMETERS.fullmatch(name):
-            parameters[match[1]] = _parsed(content)
+            parameters[match[1]] = parse_parameters(content) or {}
         elif match := _EPOCH.fullmatch(name):
             number = int(match[2] or 0)
             document = EpochDocument.parse(content)
@@ -68,11 +67,3 @@ def _holder(content: bytes) -> str:
     """Return the text of a lease; empty if it is none that an engine has written."""
     match = _HOLDER.fullmatch(content)
     return "" if match is None else match[1].decode()
-
-
-def _parsed(content: bytes) -> Mapping[str, Any]:
-    try:
-        found = parse_json(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, Mapping) else {}

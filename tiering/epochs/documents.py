@@ -23,10 +23,11 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from tiering.api.namespace import EPOCH_BYTES, NO_EPOCH, Namespace, revision_digest
 from tiering.medium.sealed import SealedLayout
+from tiering.runtime.json_text import parse_json
 
 PARAMETERS = "namespace-"
 """Prefix of the names of all documents with parameters."""
@@ -62,6 +63,15 @@ def epoch_document(namespace: Namespace, number: int = 0) -> str:
 def parameters_document(namespace: Namespace) -> str:
     """Return the name of the document that holds the readable parameters of ``namespace``."""
     return f"{PARAMETERS}{namespace.directory}.json"
+
+
+def parse_parameters(content: bytes) -> Mapping[str, Any] | None:
+    """Return the parameters in a document; None if it is damaged."""
+    try:
+        found = parse_json(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def lease_document(namespace: Namespace) -> str:

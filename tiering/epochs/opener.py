@@ -16,6 +16,7 @@ from tiering.epochs.documents import (
     EpochDocument,
     epoch_document,
     parameters_document,
+    parse_parameters,
 )
 from tiering.epochs.driver import CommonHistory, drive, parsed
 from tiering.epochs.machine import Result
@@ -23,7 +24,6 @@ from tiering.epochs.nearest import log_nearest
 from tiering.epochs.state import Action, Do, Entered, Goal, Target, Walk, WalkOrder
 from tiering.errors import DeviceError, PermanentStoreError, StoreError
 from tiering.medium.block_store import BlockStore
-from tiering.runtime.json_text import parse_json
 from tiering.runtime.ratelimit import RateLimit
 from tiering.secondary.contract import TierContext
 
@@ -334,7 +334,7 @@ class Opener:
             return False, False
         if bytes(stored) == expected:
             return True, True
-        if _is_readable(bytes(stored)):
+        if parse_parameters(bytes(stored)) is not None:
             raise PermanentStoreError(
                 f"document {document} holds other parameters than this engine's under the same fingerprint: "
                 "it is not ours; inspect it, and remove it (and the blocks of this namespace) if it is not needed"
@@ -355,10 +355,3 @@ class Opener:
             self._told.add(told)
             rest = "it is written again" if self._writes else "this tier stores nothing, so it stays as it is"
             logger.warning("tier %s: document %s, which names this model, is %s: %s", self._name, document, state, rest)
-
-
-def _is_readable(content: bytes) -> bool:
-    try:
-        return isinstance(parse_json(content), dict)
-    except ValueError:
-        return False
