@@ -20,7 +20,7 @@ from tiering.api.units import format_bytes
 from tiering.cli.driver import TierDriver, eager, scratch_key
 from tiering.cli.machine import below_one_block, probe_machine
 from tiering.cli.output import duration, print_json, stdout
-from tiering.cli.parameters import block_bytes_option, device_cache_option, json_option
+from tiering.cli.parameters import SIZE, device_cache_option, json_option
 from tiering.cli.tiers import ChosenTiers, chosen_tiers
 from tiering.cli.verify import BlockVerifier
 from tiering.errors import OutOfSpaceError, RegionError, TieringError
@@ -39,7 +39,13 @@ PRIMARY = "primary"
 
 
 @click.command()
-@block_bytes_option
+@click.option(
+    "--block-bytes",
+    type=SIZE,
+    default="2MiB",  # 16 tokens of an 8B model in bf16
+    show_default=True,
+    help="Size of an offloaded block, all layers and ranks together.",
+)
 @device_cache_option("not compared with the CPU tier")
 @click.option("--strict", is_flag=True, help="Warnings make the exit code 1, too.")
 @click.option("--no-round-trip", is_flag=True, help="Move no block through the tiers.")

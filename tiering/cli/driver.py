@@ -46,24 +46,8 @@ def eager(options: TierOptions) -> TierOptions:
     return options.model_copy(update={word: value for word, value in words.items() if word in known})
 
 
-def _check_memory(needed: int, what: str) -> None:
-    """Check that ``needed`` bytes of memory are available: the kernel promises more than it has.
-
-    Raises:
-        RegionError: they are not.
-    """
-    free = min((room for room in (available_bytes(), cgroup_free_bytes()) if room is not None), default=needed)
-    if needed > free:
-        raise RegionError(f"{what} need {format_bytes(needed)} of memory, and {format_bytes(free)} are available")
-
-
 class TierDriver:
     """One tier with rows of its own. Use it as a context manager, from one thread.
-
-    Args:
-        options: options of the tier, at a scratch place.
-        block_bytes: bytes of a block.
-        num_rows: number of rows.
 
     Raises:
         RegionError: there is not enough memory for the rows, and for a tier whose blocks are in memory.
@@ -72,8 +56,14 @@ class TierDriver:
     def __init__(self, options: TierOptions, block_bytes: int, num_rows: int) -> None:
         definition = tier_definition(options.type)
         stride = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        in_memory = options.capacity_bytes or 0 if definition.distance == "process" else 0
-        _check_memory(num_rows * stride + in_memory, f"{num_rows} rows for blocks of {format_bytes(block_bytes)}")
+        needed = num_rows * stride + (options.capacity_bytes or 0 if definition.distance == "process" else 0)
+        # The kernel promises more memory than it has.
+        free = min((room for room in (available_bytes(), cgroup_free_bytes()) if room is not None), default=needed)
+        if needed > free:
+            raise RegionError(
+                f"{num_rows} rows for blocks of {format_bytes(block_bytes)} need {format_bytes(needed)} of memory, and "
+                f"{format_bytes(free)} are available"
+            )
         self.block_bytes = block_bytes
         self.rows: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_rows * stride), np.uint8).reshape(
             num_rows, stride

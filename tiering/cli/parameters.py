@@ -15,9 +15,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBER = re.compile(r"\d{1,30}(\.\d{1,30})?")
 
-DEFAULT_BLOCK_BYTES = "2MiB"
-"""Size of a block if the user names none: 16 tokens of an 8B model in bf16."""
-
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # earlier releases of click have no parameter here
     """A size in bytes or a duration in seconds, above 0 and written as in a stack file.
@@ -72,11 +69,7 @@ def change_options(command: Command) -> Command:
 
 
 def namespace_options(all_help: str) -> Callable[[Command], Command]:
-    """Return the options ``--namespace`` and ``--all``.
-
-    Args:
-        all_help: help of ``--all``.
-    """
+    """Return the options ``--namespace`` and ``--all``."""
     name = "Beginning of the namespace's name, as in kv-tiering inspect."
     one = click.option("--namespace", metavar="HEX", help=name)
     every = click.option("--all", "everything", is_flag=True, help=all_help)
@@ -86,17 +79,6 @@ def namespace_options(all_help: str) -> Callable[[Command], Command]:
 def json_option(command: Command) -> Command:
     """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
-
-
-def block_bytes_option(command: Command) -> Command:
-    """Add ``--block-bytes``."""
-    return click.option(
-        "--block-bytes",
-        type=SIZE,
-        default=DEFAULT_BLOCK_BYTES,
-        show_default=True,
-        help="Size of an offloaded block, all layers and ranks together.",
-    )(command)
 
 
 def device_cache_option(effect: str) -> Callable[[Command], Command]:

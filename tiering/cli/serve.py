@@ -206,14 +206,11 @@ class UnitNotifier:
     ) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
         self._clock = clock
-        period = environment.get("WATCHDOG_USEC", "") if self._is_meant(environment) else ""
+        is_meant = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        period = environment.get("WATCHDOG_USEC", "") if is_meant else ""
         self._seconds = int(period) / 3e6 if period.isdecimal() else 0.0
         """Time between two signs of life, a third of the watchdog's; 0: there is no watchdog."""
         self._due = 0.0
-
-    @staticmethod
-    def _is_meant(environment: Mapping[str, str]) -> bool:
-        return environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
 
     def ready(self) -> None:
         """Send that the service takes connections."""

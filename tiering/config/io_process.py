@@ -29,6 +29,7 @@ from tiering.machine.namespaces import TierBuilder
 from tiering.machine.options import MACHINE_TYPE, MachineTierOptions
 from tiering.machine.service import MachineService
 from tiering.machine.tier import MachineTier
+from tiering.medium.chore import Backoff
 from tiering.secondary.contract import TierContext
 from tiering.secondary.options import TierOptions
 
@@ -176,7 +177,7 @@ class IoProcess:
     # ------------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        ends, wait = 0, FIRST_RESTART
+        waits = Backoff(FIRST_RESTART, LONGEST_RESTART, jitter=0.0)
         while True:
             begun = time.monotonic()
             reason = self._serve()
@@ -184,15 +185,14 @@ class IoProcess:
             if self._stopping.is_set():
                 return
             if time.monotonic() > begun + STEADY_SECONDS:
-                ends, wait = 0, FIRST_RESTART
-            ends += 1
+                waits.succeeded()
+            wait, ends = waits.failed(), waits.failures
             if ends > MOST_RESTARTS:
                 _log.error("io: process: %s, %d times in a row; the engine runs without secondary tiers", reason, ends)
                 return
             _log.warning("io: process: %s; the engine runs without secondary tiers until the next start", reason)
             if self._stopping.wait(wait):
                 return
-            wait = min(2 * wait, LONGEST_RESTART)
             self.restarts += 1
 
     def _serve(self) -> str:

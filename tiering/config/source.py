@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tiering.api.masking import MASK, holds_mask, is_secret, record_secrets, shown
@@ -68,16 +68,17 @@ def read_plain(path: str | os.PathLike[str]) -> StackSource:
         ConfigError: the file cannot be read, is not valid YAML or exceeds the limits.
     """
     source, carried = _read_file(os.fspath(path))
-    source.data = _restored(source.data, carried)
+    source.data = map_texts(source.data, carried.restored)
     return source
 
 
-def _restored(value: object, carried: Carried) -> object:
+def map_texts(value: object, change: Callable[[str], str]) -> object:
+    """Return ``value``, plain data, with ``change`` applied to each text in it, keys included."""
     if isinstance(value, str):
-        return carried.restored(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {_restored(key, carried): _restored(item, carried) for key, item in value.items()}
-    return [_restored(item, carried) for item in value] if isinstance(value, list) else value
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    return [map_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def escaped(text: str) -> str:

@@ -6,7 +6,7 @@ A stack is validated as a whole before anything is opened. The code of a tier is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from tiering.api.units import Directory, Duration, Share, Size, Strict
 from tiering.config.other_process import machine_problems, process_problems
 from tiering.config.problems import Problem, Problems, changed, problems_of, refuse, repeated
 from tiering.config.registry import TIER_TYPES, tier_definition
-from tiering.config.source import StackSource, escaped, read_source
+from tiering.config.source import StackSource, escaped, map_texts, read_source
 from tiering.errors import ConfigError
 from tiering.explain.past_blocks import MOST_TIERS
 from tiering.machine.options import LONGEST_SOCKET, MachineOptions
@@ -423,17 +423,8 @@ class StackConfig(Strict):
                 section.pop(word, None)
         if self.machine is not None:
             del words["secondary"]
-        dumped = _map_text(masked("", words), escaped)
+        dumped = map_texts(masked("", words), escaped)
         return yaml.safe_dump(dumped, sort_keys=False, default_flow_style=None, width=132)
-
-
-def _map_text(value: object, change: Callable[[str], str]) -> object:
-    """Return ``value``, plain data, with ``change`` applied to each text in it."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map_text(item, change) for key, item in value.items()}
-    return [_map_text(item, change) for item in value] if isinstance(value, list) else value
 
 
 def load_stack(stack: str | os.PathLike[str] | Mapping[str, object] | StackSource) -> StackConfig:

@@ -28,7 +28,7 @@ class DeviceGroup:
     """Distance between this rank's bytes of two GPU blocks of a row in bytes."""
     row_start: int
     """Offset of this rank's first byte in a row in bytes."""
-    runs: Runs | None
+    runs: Pieces | None
     """Pieces of a staged GPU block that are contiguous in a row too; None: the whole block is one."""
     pages: torch.Tensor
     """The pages in the order of a segment, int64 on the device, shape (5, number of pages).
@@ -85,24 +85,24 @@ class PageKernel(Protocol):
         """
 
 
-class Runs(NamedTuple):
-    """Contiguous pieces of a GPU block. The three arrays are co-indexed."""
+class Pieces(NamedTuple):
+    """Contiguous pieces of one GPU block or several; one copy moves one piece. The three arrays are co-indexed."""
 
-    staged: Addresses
-    """Offsets in a staged GPU block."""
-    row: Addresses
-    """Offsets in a row, from this rank's first byte of the GPU block on."""
+    device: Addresses
+    """Offsets in the staging buffer."""
+    host: Addresses
+    """Offsets in the rows; those of one GPU block count from this rank's first byte of the block on."""
     sizes: Addresses
     """Bytes of each piece."""
 
 
-def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Runs | None:
+def _runs(staged: Sequence[int], row: Sequence[int], sizes: Sequence[int]) -> Pieces | None:
     """Join the pages that touch in a row, as all do in the staging buffer; return None for a single run."""
     first = [0, *(i for i in range(1, len(sizes)) if row[i - 1] + sizes[i - 1] != row[i])]
     if len(first) == 1:
         return None
     numbers = np.array([staged, row, sizes], np.uint64)
-    return Runs(numbers[0, first], numbers[1, first], np.add.reduceat(numbers[2], first))
+    return Pieces(numbers[0, first], numbers[1, first], np.add.reduceat(numbers[2], first))
 
 
 def _word(sizes: list[int]) -> torch.dtype:
@@ -111,17 +111,6 @@ def _word(sizes: list[int]) -> torch.dtype:
         for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
         if not any(size % dtype.itemsize for size in sizes)
     )
-
-
-class Pieces(NamedTuple):
-    """Contiguous pieces; one copy moves one piece. The three arrays are co-indexed."""
-
-    device: Addresses
-    """Offsets in the staging buffer."""
-    host: Addresses
-    """Offsets in the rows."""
-    sizes: Addresses
-    """Bytes of each piece."""
 
 
 def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: int) -> Pieces:
@@ -141,7 +130,7 @@ def pieces_of(pages: GroupPages, group: DeviceGroup, stride: int, chunk_rows: in
     chunks = pages.rows // chunk_rows
     if runs is None:
         return _merged(device, host, np.full(blocks, size), chunks)
-    device, host = (device[:, None] + runs.staged).ravel(), (host[:, None] + runs.row).ravel()
+    device, host = (device[:, None] + runs.device).ravel(), (host[:, None] + runs.host).ravel()
     return _merged(device, host, np.tile(runs.sizes, blocks), np.repeat(chunks, len(runs.sizes)))
 
 

@@ -46,7 +46,7 @@ class Study:
 
     trace: tuple[str, ...]
     """Paths of the trace."""
-    trace_format: str
+    format: str
     """Format of the trace."""
     block_tokens: int
     """Tokens of one block."""
@@ -85,15 +85,7 @@ class Study:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values as plain data."""
-        return {
-            "trace": list(self.trace),
-            "format": self.trace_format,
-            "block_tokens": self.block_tokens,
-            "block_bytes": self.block_bytes,
-            "accesses": self.accesses,
-            "distinct_blocks": self.distinct_blocks,
-            "reuse": self.reuse,
-            "curve": [asdict(point) for point in self.curve],
+        return asdict(self) | {
             "results": [result.as_dict() for result in self.results],
             "best_buy": self.best.settings if self.pays else None,
             "model": self.model.model_dump(mode="json"),

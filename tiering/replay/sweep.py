@@ -15,6 +15,7 @@ import yaml
 
 from tiering.api.masking import masked
 from tiering.api.units import parse_size
+from tiering.config.problems import FieldPath, path_text
 from tiering.config.source import StackSource
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
@@ -32,9 +33,6 @@ _PART = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*)((?:\[[0-9]+\])*)")
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RANGE = re.compile(r"(?P<first>[^.]+(?:\.[0-9]+[A-Za-z]*)?)\.\.(?P<last>[^/]+)(?:/(?P<steps>[0-9]+))?")
 
-Path = tuple[str | int, ...]
-"""Path of a word in a stack."""
-
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -42,7 +40,7 @@ class Axis:
 
     name: str
     """The word as it was written: "primary.capacity"."""
-    path: Path
+    path: FieldPath
     values: tuple[object, ...]
 
 
@@ -189,7 +187,7 @@ def _set(words: dict[str, Any], axis: Axis, value: object, source: StackSource) 
             place = place[part]
         except (KeyError, IndexError, TypeError):
             load_stack(source)  # a word that the file misspells is the file's fault
-            named = _path_text(axis.path[:-1])
+            named = path_text(axis.path[:-1])
             near = difflib.get_close_matches(str(part), list(place) if isinstance(place, dict) else [], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             if isinstance(place, list):
@@ -199,7 +197,3 @@ def _set(words: dict[str, Any], axis: Axis, value: object, source: StackSource) 
     if not (isinstance(place, dict) and isinstance(last, str)):
         raise ConfigError(f"--sweep {axis.name}: is not a word of the stack; write it like secondary[0].capacity")
     place[last] = value
-
-
-def _path_text(path: Path) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

@@ -80,7 +80,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self.cpu_config = derive_cpu_config(kv_cache_config, cpu_capacity_bytes)
         """Geometry of one worker's CPU pool."""
         self.lazy_offload = lazy_offload
-        """True in the lazy mode."""
         world_size = engine_config.world_size
         self.cpu_block_pool = CPUBlockPool(
             self.cpu_config.num_blocks, enable_kv_cache_events, self.cpu_config.block_bytes * world_size
@@ -266,7 +265,9 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             self._load_ended(req_id)
         report: SimpleCPUOffloadWorkerMetadata | None = connector_output.kv_connector_worker_meta
         if report is not None:
-            self._note_prepared(report.prepared)
+            self._unprepared -= report.prepared
+            if report.prepared and self._unprepared <= 0:
+                logger.info("the CPU tier has joined: its memory is prepared")
             for load in self._within_step.take_done(report):
                 if seconds := report.load_seconds.get(load.job_id):
                     self.step_loads.measure(len(load.cpu_blocks), seconds)
@@ -274,13 +275,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             self._counters.stores_failed += len(self._stores.newly_failed(report))
             for store in self._stores.take_done(report):
                 self._store_ended(store)
-
-    def _note_prepared(self, workers: int) -> None:
-        """Count workers whose memory is prepared; after the last one, blocks are stored and loaded."""
-        if workers:
-            self._unprepared -= workers
-            if self._unprepared <= 0:
-                logger.info("the CPU tier has joined: its memory is prepared")
 
     # ------------------------------------------------------------------------------------------------------------- rest
 

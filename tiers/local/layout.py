@@ -49,11 +49,6 @@ _BOOKKEEPING_PER_SLOT = 256
 _BOOKKEEPING = 64 * 1024
 
 
-def _least_capacity(slot_bytes: int) -> int:
-    """Return the smallest capacity that holds one slot of this size, in bytes."""
-    return slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
-
-
 @dataclass(frozen=True, slots=True)
 class SegmentGeometry:
     """The shape of the segments."""
@@ -81,7 +76,7 @@ class SegmentGeometry:
         slot_bytes = PAGE + -(-block_bytes // PAGE) * PAGE
         usable = (capacity - _BOOKKEEPING) * slot_bytes // (slot_bytes + _BOOKKEEPING_PER_SLOT)
         if usable < slot_bytes:
-            least = _least_capacity(slot_bytes)
+            least = cls(slot_bytes, 1, 1).least_capacity
             raise ConfigError(
                 f"capacity: {capacity} bytes is below one block; a block takes {slot_bytes}, so set at least {least}"
             )
@@ -105,7 +100,7 @@ class SegmentGeometry:
     @property
     def least_capacity(self) -> int:
         """Smallest capacity that holds a block, in bytes."""
-        return _least_capacity(self.slot_bytes)
+        return self.slot_bytes + _BOOKKEEPING_PER_SLOT + _BOOKKEEPING
 
     @property
     def num_slots(self) -> int:

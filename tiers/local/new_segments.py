@@ -319,7 +319,7 @@ class NewSegments:
             OSError: the file cannot be created. Nothing is left behind.
         """
         final = self._directory / self._geometry.segment_name(segment)
-        fresh = final.with_name(final.name + FRESH)
+        fresh = fresh_name(final)
         try:
             self._files.unlink(fresh)
             fd = self._files.open(fresh, self.segments.flags | os.O_CREAT | os.O_EXCL)

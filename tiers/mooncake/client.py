@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from tiering import ConfigError, PermanentStoreError, StoreError, TemporaryStoreError
@@ -136,19 +137,8 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
         return f"mooncake://{self.master} {self.prefix}"
 
 
-class HeaderPage:
-    """Memory for the headers of one call, which the client may access directly.
-
-    Attributes:
-        view: the memory, shape (PAGE_HEADERS, HEADER_BYTES).
-        address: address of the memory.
-    """
-
-    __slots__ = ("address", "view")
-
-    def __init__(self) -> None:
-        self.view = np.frombuffer(mmap.mmap(-1, PAGE_HEADERS * HEADER_BYTES), np.uint8).reshape(-1, HEADER_BYTES)
-        self.address = int(self.view.ctypes.data)
+HeaderPage = NDArray[np.uint8]
+"""Memory for the headers of one call, which the client may access directly, shape (PAGE_HEADERS, HEADER_BYTES)."""
 
 
 class Connection:
@@ -208,8 +198,8 @@ class Connection:
         with self._changed:
             page = self._pages.pop() if self._pages else None
         if page is None:
-            page = HeaderPage()
-            register(self.native, page.address, page.view.nbytes, "headers")
+            page = np.frombuffer(mmap.mmap(-1, PAGE_HEADERS * HEADER_BYTES), np.uint8).reshape(-1, HEADER_BYTES)
+            register(self.native, page.ctypes.data, page.nbytes, "headers")
         yield page
         # After an exception, the page is not used again: something may still write to it.
         with self._changed:

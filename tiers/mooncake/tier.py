@@ -130,7 +130,7 @@ class MooncakeStore(BatchStore):
         config.replica_num = self._options.replicas
         with connection.page() as page:
             for at, block in enumerate(blocks):
-                page.view[at] = np.frombuffer(block.header, np.uint8)
+                page[at] = np.frombuffer(block.header, np.uint8)
             codes = connection.native.batch_put_from_multi_buffers(*self._words(page, blocks), config)
         return [Done.DONE if code == 0 else self._error(code, block) for code, block in zip(codes, blocks, strict=True)]
 
@@ -139,7 +139,7 @@ class MooncakeStore(BatchStore):
             codes = connection.native.batch_get_into_multi_buffers(*self._words(page, blocks))
             for at, (code, block) in enumerate(zip(codes, blocks, strict=True)):
                 if code > 0:
-                    np.copyto(np.frombuffer(block.header, np.uint8), page.view[at])
+                    np.copyto(np.frombuffer(block.header, np.uint8), page[at])
         return [self._got(connection, code, block) for code, block in zip(codes, blocks, strict=True)]
 
     def _got(self, connection: Connection, code: int, block: BlockIO) -> Outcome:
@@ -160,8 +160,9 @@ class MooncakeStore(BatchStore):
     def _words(self, page: HeaderPage, blocks: Sequence[BlockIO]) -> tuple[list[str], list[list[int]], list[list[int]]]:
         """Return names, addresses and lengths of blocks, whose headers are on ``page``."""
         names = [self.name(block.place) for block in blocks]
+        headers = page.ctypes.data
         addresses = [
-            [page.address + at * HEADER_BYTES, int(np.frombuffer(block.payload, np.uint8).ctypes.data)]
+            [headers + at * HEADER_BYTES, int(np.frombuffer(block.payload, np.uint8).ctypes.data)]
             for at, block in enumerate(blocks)
         ]
         return names, addresses, [[HEADER_BYTES, len(block.payload)] for block in blocks]

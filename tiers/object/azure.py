@@ -15,7 +15,7 @@ import obstore
 from obstore.store import AzureStore, HTTPStore
 
 from tiering import PermanentStoreError
-from tiers.object.bucket_options import BucketOptions, ObjectOptions
+from tiers.object.bucket_options import ObjectOptions
 from tiers.object.cloud import NO_RETRIES, client_options
 from tiers.object.environment import EnvironmentCloud, EnvironmentSource, present_source
 from tiers.object.faults import THROTTLED, Cause, Dialect
@@ -97,11 +97,6 @@ class AzureCloud(EnvironmentCloud):
     options: ObjectOptions
     bulk = _BATCH
     per_request = _BATCH
-
-    def __init__(self, options: BucketOptions) -> None:
-        if not isinstance(options, ObjectOptions):
-            raise TypeError(f"{options!r} has no storage account")
-        super().__init__(options)
 
     def connect(self, headers: Mapping[str, str] | None = None) -> AzureStore:
         bucket, words = self.options.bucket, client_options(self.options, headers)

@@ -32,18 +32,11 @@ class EnvironmentSource:
     is_file: bool = False
     """True if a variable names a file with the credentials; default False."""
 
-    def variable(self) -> str | None:
-        """Return the variable that gives the credentials; None if none is set."""
-        return next((name for name in self.variables if os.environ.get(name)), None)
-
 
 def present_source(sources: Sequence[EnvironmentSource]) -> tuple[EnvironmentSource, str] | None:
     """Return the first source that the environment has, and its variable; None if there is none."""
-    for source in sources:
-        variable = source.variable()
-        if variable is not None:
-            return source, variable
-    return None
+    found = ((source, name) for source in sources for name in source.variables if os.environ.get(name))
+    return next(found, None)
 
 
 def fingerprint(sources: Sequence[EnvironmentSource]) -> bytes:

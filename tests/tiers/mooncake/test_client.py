@@ -17,7 +17,7 @@ from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 from tiering.testing.clock import FakeClock, until
 from tiering.testing.frames import block_to_get
 from tiers.mooncake import MooncakeOptions
-from tiers.mooncake.client import HeaderPage, PoolClient, load
+from tiers.mooncake.client import HEADER_BYTES, PAGE_HEADERS, PoolClient, load
 from tiers.mooncake.tier import LATE_SECONDS, MooncakeStore
 
 BLOCK = 4096
@@ -53,7 +53,7 @@ def rig() -> Rig:
 def test_rows_are_registered_once_before_the_first_call(rig: Rig) -> None:
     rig.get()
     rig.get()
-    assert rig.told == ["setup", f"register {10 * BLOCK}", f"register {HeaderPage().view.nbytes}", "get", "get"]
+    assert rig.told == ["setup", f"register {10 * BLOCK}", f"register {PAGE_HEADERS * HEADER_BYTES}", "get", "get"]
 
 
 def test_a_get_that_fails_late_ends_the_client_before_it_returns_and_the_next_call_connects_again(rig: Rig) -> None:
