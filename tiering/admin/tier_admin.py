@@ -53,7 +53,6 @@ class TierAdmin:
     def __init__(self, options: TierOptions, replica: str | None = None) -> None:
         self.options: Any = options
         self.replica = replica
-        """Name of the data-parallel replica, or None."""
         self.unreadable = 0
         """Number of places that the last listing skipped because their header is damaged or cannot be read."""
         self.suspects = 0

@@ -38,11 +38,7 @@ _LOG_PERIOD = 30.0
 
 
 class CorruptBlocks:
-    """Refused blocks of one tier on a shared medium; owned by the scheduler's thread.
-
-    Args:
-        parts: parts of the tier, whose index remembers the blocks to leave alone.
-    """
+    """Refused blocks of one tier on a shared medium; owned by the scheduler's thread."""
 
     def __init__(self, parts: TierParts) -> None:
         self._name, self._index, self._io, self._stats = parts.context.name, parts.index, parts.io, parts.stats

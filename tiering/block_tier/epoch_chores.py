@@ -80,9 +80,6 @@ class Lease(Chore):
     Private epochs, and epochs named by a revision, need a lease. The scheduler's thread owns this object; the I/O side
     writes the documents. A lease that is late by a failed write does no harm: the blocks are still too young to be
     collected.
-
-    Args:
-        parts: parts of the tier.
     """
 
     def __init__(self, parts: TierParts) -> None:

@@ -53,7 +53,6 @@ class EventLog:
         self._medium = MEDIUM_CPU if distance == "process" else MEDIUM_STORAGE
         self._locality = REMOTE if distance == "network" else LOCAL
         self.enabled = enabled
-        """False: the log collects nothing."""
         self._announced: OrderedDict[OffloadKey, None] | None = OrderedDict() if shared else None
         self._events = EventQueue()
         self.notes: BlockNotes | None = None

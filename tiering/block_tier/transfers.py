@@ -40,12 +40,7 @@ FADING = 0.1
 
 
 class BlockTransfers:
-    """Submits the jobs of one tier to its I/O side, and processes their results.
-
-    Args:
-        parts: parts of the tier.
-        hooks: the tier, whose hooks are called.
-    """
+    """Submits the jobs of one tier to its I/O side, and processes their results."""
 
     def __init__(self, parts: TierParts, hooks: TierHooks) -> None:
         context, index = parts.context, parts.index
@@ -389,7 +384,6 @@ class OverdueLoads:
 
     def __init__(self, limit_rows: int) -> None:
         self.limit_rows = max(1, limit_rows)
-        """Number of primary rows that overdue loads may hold."""
         self.rows = 0
         """Number of rows that overdue loads hold."""
         self.deadlines: list[tuple[float, int]] = []

@@ -45,9 +45,6 @@ class OffloadingHandler(ABC):
     def transfer_all_async(self, jobs: Sequence[tuple[int, TransferSpec]]) -> list[int]:
         """Start several transfers, as one submission where the device gains from it.
 
-        Args:
-            jobs: job id and transfer of each.
-
         Returns:
             The ids of the transfers that could not be started.
         """
@@ -58,9 +55,6 @@ class OffloadingHandler(ABC):
 
         All earlier work of the engine has ended, or the handler runs none of the transfers. Results are returned later.
 
-        Args:
-            jobs: job id and transfer of each.
-
         Returns:
             The ids of the transfers that were not run and are to be started; by default, those of all.
         """
@@ -70,9 +64,6 @@ class OffloadingHandler(ABC):
         """Run transfers before all later work of the engine, which cannot do without them.
 
         Their results are returned later, as those of other transfers.
-
-        Args:
-            jobs: job id and transfer of each.
 
         Raises:
             TransferError: a transfer cannot be made.

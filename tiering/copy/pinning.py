@@ -107,7 +107,6 @@ class PinnedRows:
         if not rows.flags.c_contiguous:
             raise ConfigError("the primary tier's rows must be contiguous to be copied to and from a GPU")
         self.api = api
-        """``torch.cuda`` or a stand-in."""
         self.num_rows, self.stride = rows.shape
         """Number of rows, and the distance between them in bytes."""
         self.chunk_rows = chunk_rows(self.stride)

@@ -36,7 +36,6 @@ class TraceHints:
         seed: int = 0,
     ) -> None:
         self.bounds = HintBounds(blocks=1) if bounds is None else bounds
-        """The actions that the stack follows."""
         self._share = share
         self._lies = lies
         self._seed = seed

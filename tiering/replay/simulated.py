@@ -57,7 +57,6 @@ class SimulatedStore(BlockStore):
     def __init__(self, medium: str, *, named: bool, ttl: float | None, clock: Clock) -> None:
         self._traits = StoreTraits(medium, header_bytes=SLOT_HEADER_BYTES)
         self.named = named
-        """True if places are names (a shared medium)."""
         self._ttl = math.inf if ttl is None else ttl
         self._clock = clock
         self._stored: dict[Place, float] = {}
@@ -152,9 +151,7 @@ class SimulatedIo:
         self.load_depth = self.store_depth = options.depth.start
         """Blocks moved at once. A simulation does not search, because its model has no depth that is best."""
         self.model = model
-        """Speed and price of the medium."""
         self.bytes_ratio = bytes_ratio
-        """Stored bytes by raw bytes, below 1 for a tier that compresses."""
         self.clock = clock
         self.stored_blocks = 0
         """Number of blocks that were written, or are being written."""

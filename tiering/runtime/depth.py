@@ -66,9 +66,6 @@ class DepthFinder:
     """Depth of one direction, as found so far.
 
     The caller holds a lock around :meth:`ended`; any thread may read :attr:`depth`.
-
-    Args:
-        bounds: bounds of the depth.
     """
 
     def __init__(self, bounds: DepthBounds) -> None:

@@ -68,7 +68,6 @@ class ThreadPool:
 
     def __init__(self, name: str, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        """Name of the threads, without their numbers."""
         self.size = size
         """Number of threads once all have been started."""
         self.shortage: BaseException | None = None

@@ -36,7 +36,6 @@ class LazyStores(FreeQueueWalk):
         super().__init__()
         self._cpu = cpu
         self.target = target
-        """Number of blocks of the queue that one step looks at."""
         self._offloaded: dict[int, OffloadKey] = {}
         self._refused: set[int] = set()
 

@@ -71,10 +71,6 @@ def decode(document: bytes) -> list[tuple[int, int, float]] | None:
 def exercise(store: LocalStore, slot: int) -> None:
     """Write a pattern over the whole unused ``slot``, sync it and read it back.
 
-    Args:
-        store: the store that has the slot.
-        slot: number of the slot.
-
     Raises:
         StoreError: the slot failed its trial.
     """
@@ -100,9 +96,6 @@ class BadSlots:
     """The bad slots of one local tier.
 
     Trials and writes of the document are tasks of the I/O side.
-
-    Args:
-        parts: parts of the tier, whose index takes slots out of use.
     """
 
     def __init__(self, parts: LocalParts) -> None:

@@ -40,11 +40,7 @@ _MD5 = re.compile("[0-9a-fA-F]{32}")
 
 
 class Cloud(ABC):
-    """Clients, credentials, error codes and administration of one cloud. Any thread may call.
-
-    Args:
-        options: the tier's options.
-    """
+    """Clients, credentials, error codes and administration of one cloud. Any thread may call."""
 
     dialect: ClassVar[Dialect]
     """Meaning of the service's failures."""

@@ -39,12 +39,7 @@ _REMEDIES = {
 
 
 def probe_bucket(options: BucketOptions, block_bytes: int) -> Iterator[Finding]:
-    """Yield findings about the bucket of a tier.
-
-    Args:
-        options: options of the tier.
-        block_bytes: bytes of the largest block.
-    """
+    """Yield findings about the bucket of a tier."""
     yield from _probe_environment(options)
     cloud, writes = make_cloud(options), options.admission != "none"
     try:

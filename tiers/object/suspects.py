@@ -249,9 +249,6 @@ class SecondNames:
     ``<name>.2``. It comes to a second name only by reading the first object corrupt itself, so sound blocks cost no
     further request. After an hour the first name is tried again: the object may have been deleted meanwhile. Threads of
     the I/O side call it.
-
-    Args:
-        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

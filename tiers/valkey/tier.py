@@ -138,9 +138,6 @@ class ValkeyStore(BlockStore):
     A put does not replace a value: its name contains the namespace and the key, so it holds the same block. A get reads
     into the given buffers, without a copy. Each call makes one attempt; a layer above retries.
 
-    Args:
-        options: options of the tier.
-
     Raises:
         ConfigError: the package ``valkey`` is missing.
     """
