@@ -86,7 +86,7 @@ class PageKernel(Protocol):
 
 
 class Pieces(NamedTuple):
-    """Contiguous pieces of one GPU block or several; one copy moves one piece. The three arrays are co-indexed."""
+    """Contiguous pieces of GPU blocks; one copy moves one piece. The three arrays are co-indexed."""
 
     device: Addresses
     """Offsets in the staging buffer."""

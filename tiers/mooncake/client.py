@@ -138,7 +138,7 @@ class MooncakeOptions(BlockTierOptions, SharedOptions):
 
 
 HeaderPage = NDArray[np.uint8]
-"""Memory for the headers of one call, which the client may access directly, shape (PAGE_HEADERS, HEADER_BYTES)."""
+"""Headers of one call, in memory that the client may access, shape (PAGE_HEADERS, HEADER_BYTES)."""
 
 
 class Connection:
