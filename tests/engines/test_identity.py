@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -568,13 +569,48 @@ def test_what_changes_results_is_in_the_overrides() -> None:
     )
 
 
+@dataclass
+class Attention:
+    """vLLM's configuration of attention, with some of its words."""
+
+    backend: str | None = None
+    flash_attn_version: int | None = None
+    indexer_kv_dtype: str = "auto"
+    use_non_causal: bool = False
+    use_prefill_query_quantization: bool = False
+
+
+@dataclass
+class Kernels:
+    """vLLM's choice of kernels, with some of its words."""
+
+    enable_jit_warmup: bool = True
+    linear_backend: str = "auto"
+    linear_backend_per_quant: dict[str, str] | None = None
+    moe_backend: str = "auto"
+
+
+def with_value(config: str | None, **words: Any) -> dict[str, Any]:
+    """Return the overrides with settings in a part of vLLM's configuration; None: in vLLM's own."""
+    hf_config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+    known = SimpleNamespace(model_config=model("/a", hf_config=hf_config), cache_config=SimpleNamespace())
+    known.attention_config, known.kernel_config = Attention(), Kernels()
+    vars(known if config is None else getattr(known, config)).update(words)
+    return overrides(known, "0.33")
+
+
 @pytest.mark.parametrize(
     ("config", "word", "default", "other"),
     [
         ("model_config", "model_class_overrides", {}, {"A": "other:Model"}),
         ("attention_config", "use_non_causal", False, True),
-        ("cache_config", "kv_cache_dtype_skip_layers", [], ["1"]),
+        ("attention_config", "use_prefill_query_quantization", False, True),
         ("attention_config", "indexer_kv_dtype", "auto", "mxfp4"),
+        ("attention_config", "of a later vLLM", None, 1),
+        ("kernel_config", "linear_backend", "auto", "marlin"),
+        ("kernel_config", "linear_backend_per_quant", None, {"nvfp4_w4a16": "humming"}),
+        ("kernel_config", "moe_backend", "auto", "marlin"),
+        ("cache_config", "kv_cache_dtype_skip_layers", [], ["1"]),
         (None, "additional_config", {}, {"of a plugin": 1}),
         (None, "additional_config", {}, SimpleNamespace(compute_hash=lambda: "of a plugin")),
     ],
@@ -582,15 +618,20 @@ def test_what_changes_results_is_in_the_overrides() -> None:
 def test_rare_settings_that_change_kv_count_unless_they_have_their_defaults(
     config: str | None, word: str, default: Any, other: Any
 ) -> None:
-    def with_value(**words: Any) -> dict[str, Any]:
-        hf_config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
-        known = SimpleNamespace(model_config=model("/a", hf_config=hf_config), attention_config=SimpleNamespace())
-        known.cache_config = SimpleNamespace()
-        vars(known if config is None else getattr(known, config)).update(words)
-        return overrides(known, "0.33")
+    assert with_value(config, **{word: other}) != with_value(config, **{word: default}) == with_value(None)
+    assert "0x" not in str(with_value(config, **{word: other})), "an address would differ in each process"
 
-    assert with_value(**{word: other}) != with_value(**{word: default}) == with_value()
-    assert "0x" not in str(with_value(**{word: other})), "an address would differ in each process"
+
+@pytest.mark.parametrize(
+    ("config", "word", "other"),
+    [
+        ("attention_config", "backend", "of the order in memory"),
+        ("attention_config", "flash_attn_version", 3),
+        ("kernel_config", "enable_jit_warmup", False),
+    ],
+)
+def test_kernels_that_differ_by_roundings_share_kv(config: str, word: str, other: Any) -> None:
+    assert with_value(config, **{word: other}) == with_value(None)
 
 
 def test_kernels_that_do_not_depend_on_the_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +649,7 @@ def test_kernels_that_do_not_depend_on_the_batch_count(monkeypatch: pytest.Monke
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"b_dtype": "int4"}'),
         ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"),
+        ("VLLM_DISABLED_KERNELS", "CutlassFP8ScaledMMLinearKernel"),
     ],
 )
 def test_variables_that_quantise_or_lower_the_precision_count(

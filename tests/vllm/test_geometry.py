@@ -264,14 +264,15 @@ def test_a_cpu_that_packs_k_and_v_otherwise_has_another_order_and_others_keep_th
     for build in builds:
         build.write_text(build.name)
 
-    def order(dtype: Any, tiles: bool, machine: str = "x86_64", build: Path = builds[0]) -> str:
+    def order(dtype: Any, tiles: bool, machine: str = "x86_64", build: Path = builds[0], quantised: str = "") -> str:
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
         monkeypatch.setattr("platform.machine", lambda: machine)
         monkeypatch.setattr("tiering.engines.vllm.model.find_spec", lambda _: SimpleNamespace(origin=str(build)))
-        return _cpu(SimpleNamespace(model_config=SimpleNamespace(dtype=dtype)))
+        return _cpu(SimpleNamespace(model_config=SimpleNamespace(dtype=dtype, quantization=quantised or None)))
 
     plain = torch.backends.cpu.get_cpu_capability()
     assert order(torch.bfloat16, tiles=False) == order(torch.float32, tiles=True, build=builds[1]) == plain
+    assert order(torch.float32, False, quantised="fp8") == plain != order(torch.float32, True, quantised="fp8")
     arm = [order(torch.bfloat16, False, "aarch64", build) for build in builds]
     assert len({order(torch.bfloat16, True), *arm, plain}) == 4
     assert order(torch.bfloat16, False, "aarch64") == arm[0]

@@ -28,9 +28,31 @@ _ENVIRONMENT = (
     *("VLLM_CPU_INT4_W4A8", "VLLM_XPU_INC_WNA16_BACKEND", "VLLM_B12X_MOE_FP4_FORCE_A16"),
     *("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
     *("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "VLLM_FLOAT32_MATMUL_PRECISION"),
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    *("VLLM_DISABLED_KERNELS", "VLLM_HUMMING_USE_F16_ACCUM", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"),
+    *("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_USE_FLASHINFER_MOE_INT4"),
+    *("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_LINEAR", "VLLM_ROCM_USE_AITER_LINEAR_HIPBMM"),
+    *("VLLM_ROCM_USE_AITER_MOE", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4", "VLLM_ROCM_USE_AITER_MOE_SITUV2"),
+    *("VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM", "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM"),
+    *("VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
 )
-"""vLLM's variables that change how values are quantised, rounded or ordered in a page."""
+"""vLLM's variables, or choices of kernels, that change how values are quantised, rounded or ordered."""
+_NOT_COUNTED = {
+    "attention_config": (
+        *("backend", "backend_per_kind"),  # part of the order in memory
+        *("flash_attn_version", "mla_prefill_backend", "minimax_m3_msa_decode_backend", "sparse_mla_force_mqa"),
+        *("flash_attn_max_num_splits_for_cuda_graph", "tokenspeed_mla_min_split_kv"),
+        *("tq_max_kv_splits_for_cuda_graph", "sparse_mla_prefill_workspace_factor", "hisparse_config"),
+        *("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size"),
+    ),
+    "kernel_config": (
+        *("ir_op_priority", "enable_flashinfer_autotune", "enable_rocm_segmented_attn_autotune"),
+        *("enable_cutedsl_warmup", "enable_jit_warmup"),
+    ),
+}
+"""Words of vLLM's choices of kernels that change nothing but roundings, by the configuration's name.
+
+All other words count, because a kernel may quantise what another one does not.
+"""
 
 
 def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
@@ -79,20 +101,31 @@ def overrides(vllm_config: Any, engine_version: str) -> dict[str, Any]:
 
 def _further_settings(vllm_config: Any) -> dict[str, Any]:
     """Return rare settings that change KV, unless they have vLLM's defaults."""
-    attention, cache = getattr(vllm_config, "attention_config", None), getattr(vllm_config, "cache_config", None)
+    cache = getattr(vllm_config, "cache_config", None)
     found = {
         "model_class_overrides": plain(getattr(vllm_config.model_config, "model_class_overrides", None)),
-        "use_non_causal": getattr(attention, "use_non_causal", False),
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
         "environment": _environment(),
         "dummy_shards": _dummy_shards(vllm_config),
         "batch_invariant": batch_invariant(),  # what other kernels have computed differs by roundings
     }
-    indexer = str(getattr(attention, "indexer_kv_dtype", "auto"))
-    return {word: value for word, value in found.items() if value} | (
-        {} if indexer == "auto" else {"indexer_kv_dtype": indexer}
-    )
+    return {word: value for word, value in found.items() if value} | _kernels(vllm_config)
+
+
+def _kernels(vllm_config: Any) -> dict[str, Any]:
+    """Return the choices of kernels that are not vLLM's defaults, without those of :data:`_NOT_COUNTED`."""
+    found: dict[str, Any] = {}
+    for name, ignored in _NOT_COUNTED.items():
+        config: Any = getattr(vllm_config, name, None)
+        words = getattr(config, "__dict__", {})
+        defaults = getattr(type(config)() if words else None, "__dict__", {})
+        found |= {
+            word: plain(value)
+            for word, value in words.items()
+            if word not in ignored and not word.startswith("_") and plain(value) != plain(defaults.get(word))
+        }
+    return found
 
 
 def _dummy_shards(vllm_config: Any) -> int:

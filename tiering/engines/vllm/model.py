@@ -84,7 +84,7 @@ def _memory_order(vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def _cpu(vllm_config: Any) -> str:
-    """Return what vLLM's kernels for CPUs choose the packing of K and V by.
+    """Return what vLLM's kernels for CPUs choose the packing of K and V by, and the type of activations.
 
     PyTorch's own word is the same with AMX and without; on a processor that is no x86 it may be "DEFAULT" as well.
     There, the packing is chosen when vLLM is compiled (on ARM, by BFMMLA), so the library of kernels itself counts.
@@ -98,6 +98,7 @@ def _cpu(vllm_config: Any) -> str:
     if platform.machine() != "x86_64":
         library = find_spec("vllm._C")
         words += [platform.machine(), digest_of_file("vLLM's library of kernels", library and library.origin)]
-    if vllm_config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        words.append("AMX")  # K and V in tiles; other types are packed as without it
+    model = vllm_config.model_config
+    if (model.dtype == torch.bfloat16 or model.quantization) and torch.cpu._is_amx_tile_supported():
+        words.append("AMX")  # bfloat16: K and V in tiles; weights in fp8: activations that are not quantised
     return " ".join(words)
