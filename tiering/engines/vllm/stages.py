@@ -65,29 +65,29 @@ def stages_of_engine(
     """
     if int(parallel.pipeline_parallel_size) == 1:
         return (kv_cache_config,)
-    executor = _executor_of(caller)
-    if executor is None:
+    core = core_of(caller)
+    if core is None:
         raise ConfigError(
             "pipeline parallelism: vLLM's executor is not found among the callers, so the layers of the later stages "
             "are not known; use tensor parallelism"
         )
-    first, *others = executor.collective_rpc(of_worker, args=(engine_id,))
+    first, *others = core.model_executor.collective_rpc(of_worker, args=(engine_id,))
     if any(other != first for other in others):
         raise ConfigError("the workers report different KV-cache configurations of the pipeline stages")
     return tuple(first)
 
 
-def _executor_of(frame: FrameType | None) -> Any:
-    """Return vLLM's executor among the callers; None: there is none.
+def core_of(frame: FrameType | None) -> Any:
+    """Return vLLM's engine core, which has the executor, among the callers; None: there is none.
 
     vLLM gives a connector no other access to it.
     """
     for _ in range(_DEPTH):
         if frame is None:
             break
-        executor = getattr(frame.f_locals.get("self"), "model_executor", None)
-        if callable(getattr(executor, "collective_rpc", None)):
-            return executor
+        core = frame.f_locals.get("self")
+        if callable(getattr(getattr(core, "model_executor", None), "collective_rpc", None)):
+            return core
         frame = frame.f_back
     return None
 

@@ -1,0 +1,113 @@
+"""The reset of the connector when new weights were written into a running engine. No vLLM is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiering.engines.vllm.new_weights import WeightWatch, count_loads, loads_of
+
+
+class Model:
+    def load_weights(self, weights: Any, strict: bool = False) -> Any:
+        """Load what is no error."""
+        if isinstance(weights, Exception):
+            raise weights
+        return {"loaded": weights, "strict": strict}
+
+
+class Core:
+    """vLLM's engine core with one worker in its process."""
+
+    def __init__(self) -> None:
+        self.model = type("Derived", (Model,), {})()
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
+        self.model_executor = SimpleNamespace(collective_rpc=lambda method: [method(self.worker)])
+
+    def collective_rpc(self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [method(self.worker, *args)] if callable(method) else [method]
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    monkeypatch.setattr(Model, "load_weights", Model.load_weights)
+    core = Core()
+    count_loads(core.model)
+    return core
+
+
+@pytest.fixture
+def resets(core: Core) -> list[str]:
+    resets: list[str] = []
+    core.watch = WeightWatch(core, lambda: resets.append("reset"))  # type: ignore[attr-defined]
+    return resets
+
+
+def load(worker: Any, weights: Any) -> Any:
+    return worker.model_runner.get_model().load_weights(weights, strict=True)
+
+
+def test_a_call_during_which_a_model_loads_weights_ends_in_a_reset(core: Core, resets: list[str]) -> None:
+    assert core.collective_rpc(load, args=("new",)) == [{"loaded": "new", "strict": True}]
+    assert resets == ["reset"]
+    assert core.collective_rpc(lambda worker: 1) == [1]
+    assert resets == ["reset"]
+
+
+def test_a_load_that_fails_half_way_ends_in_a_reset(core: Core, resets: list[str]) -> None:
+    with pytest.raises(ValueError, match="half way"):
+        core.collective_rpc(load, args=(ValueError("half way"),))
+    assert resets == ["reset"]
+
+
+@pytest.mark.parametrize(
+    ("method", "writes"),
+    [
+        *((name, True) for name in ("reload_weights", "update_weights", "start_weight_update", "finish_weight_update")),
+        *((name, True) for name in ("update_weight", "update_named_param", "batch_update_named_params")),
+        *((name, False) for name in ("init_weight_transfer_engine", "compute_weight_checksums", "get_param_sums")),
+        *((name, False) for name in ("list_loras", "check_health", "profile")),
+    ],
+)
+def test_a_method_that_writes_weights_by_its_name_ends_in_a_reset(
+    core: Core, resets: list[str], method: str, writes: bool
+) -> None:
+    assert core.collective_rpc(method, timeout=1.0) == [method]
+    assert resets == ["reset"] * writes
+
+
+def test_workers_that_do_not_answer_may_have_new_weights(core: Core, resets: list[str]) -> None:
+    def gone(method: Callable[..., Any]) -> list[int]:
+        raise RuntimeError("gone")
+
+    core.model_executor.collective_rpc = gone
+    assert core.collective_rpc("list_loras") == ["list_loras"]
+    assert resets == ["reset"]
+
+
+def test_weights_that_were_loaded_without_a_call_are_noticed_when_vllm_empties_its_cache(
+    core: Core, resets: list[str]
+) -> None:
+    manager = SimpleNamespace(reset_prefix_cache=lambda: resets.append("own"))
+    core.watch.bind(manager)  # type: ignore[attr-defined]
+    manager.reset_prefix_cache()
+    core.model.load_weights("new")
+    manager.reset_prefix_cache()
+    assert resets == ["own", "reset", "own"]
+
+
+def test_loads_are_counted_once_per_call_and_model_whichever_class_has_the_method(core: Core) -> None:
+    another = Core()
+    count_loads(another.model)
+    core.model.load_weights("new")
+    assert [loads_of(core.worker), loads_of(another.worker)] == [1, 0]
+    count_loads(None)
+
+
+def test_without_vllm_s_core_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    watch = WeightWatch(None, lambda: pytest.fail("nothing is known to have changed"))
+    watch.check(named=True)
+    assert "reset all caches" in caplog.text
