@@ -142,6 +142,27 @@ def test_files_that_change_while_they_are_loaded_are_known_by_their_load(
     assert identity(loads, adapter, manager) != ""
 
 
+def test_an_adapter_whose_link_led_elsewhere_while_it_was_loaded_is_known_by_its_load(
+    loads: AdapterLoads, tmp_path: Path
+) -> None:
+    adapter, link = write(tmp_path / "adapter", b"first"), tmp_path / "link"
+
+    def point(to: Path) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(to)
+
+    point(adapter)
+    manager = Manager()
+    assert identity(loads, link, manager) == identity(loads, adapter, manager)
+
+    def elsewhere_and_back() -> None:
+        point(tmp_path)
+        point(adapter)
+
+    manager.meanwhile = elsewhere_and_back
+    assert is_private(identity(loads, link, manager))
+
+
 def test_files_that_change_without_a_trace_while_they_are_loaded_are_known_by_their_load(
     loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -347,6 +347,34 @@ def test_files_that_changed_since_the_engine_started_are_unproven(tmp_path: Path
     assert unproven(before, files_seen(model(path), AUTO)) is not None
 
 
+@pytest.mark.parametrize(
+    "moved", ["link to the directory", "link to a file", "link in a chain", "directory", "above it"]
+)
+def test_what_leads_to_the_files_and_was_moved_away_and_back_is_unproven(tmp_path: Path, moved: str) -> None:
+    """The engine may have read another model's files in between."""
+    (tmp_path / "above").mkdir()
+    path = write_model(tmp_path / "above" / "model")
+    (path / "model.safetensors").rename(tmp_path / "blob")
+    (path / "model.safetensors").symlink_to(tmp_path / "blob")
+    (tmp_path / "inner").symlink_to("above/model")
+    (tmp_path / "outer").symlink_to(tmp_path / "inner")
+    asked = model(tmp_path / "outer")
+    before = files_seen(asked, AUTO)
+    (path / "new").touch()
+    assert unproven(before, files_seen(asked, AUTO)) is None
+    place = {
+        "link to the directory": tmp_path / "outer",
+        "link to a file": path / "model.safetensors",
+        "link in a chain": tmp_path / "inner",
+        "directory": path,
+        "above it": path.parent,
+    }[moved]
+    before = files_seen(asked, AUTO)
+    place.rename(tmp_path / "away")
+    (tmp_path / "away").rename(place)
+    assert str(place) in str(unproven(before, files_seen(asked, AUTO)))
+
+
 def test_a_file_that_a_process_may_write_through_a_mapping_is_unproven(tmp_path: Path) -> None:
     """Stores through a mapping whose pages are dirty already leave all times as they are."""
     path = write_model(tmp_path / "model")

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
-from tiering.engines.vllm.weights import digest_of, has_writer, plain, record_of
+from tiering.engines.vllm.weights import digest_of, has_writer, links_to, plain, record_of
 from tiering.runtime.pool import ThreadPool
 
 logger = logging.getLogger("kv_tiering.vllm")
@@ -347,7 +347,9 @@ def _files(path: str) -> Sequence[Path]:
 
 def _recorded(path: str) -> Recorded:
     try:
-        return tuple((file, *record_of(file.stat()), has_writer(file)) for file in _files(path) if file.exists())
+        files = [file for file in _files(path) if file.exists()]
+        links = [(link, *record_of(link.lstat()), False) for file in files for link in links_to(file)]
+        return (*((file, *record_of(file.stat()), has_writer(file)) for file in files), *links)
     except OSError as error:
         logger.debug("the LoRA adapter at %s: %s", path, error)
         return ()

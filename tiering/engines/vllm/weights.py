@@ -62,6 +62,8 @@ _SPEED = frozenset(
     }
 )
 """Words of ``model_loader_extra_config`` that affect how fast weights are read, and not which ones."""
+_DIRECTORY = "the directory "
+"""Beginning of a directory's name among the records of the file system."""
 _IGNORED = ["original/**/*"]
 """vLLM's default of ``ignore_patterns``."""
 _NOT_CONTENT = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
@@ -179,7 +181,8 @@ def files_seen(model_config: Any, load_config: Any) -> Seen:
 
     Returns:
         Path of a file → device, inode, size, times of modification and change, and 1 if a process may write to the
-        file through a descriptor or a mapping that it has, else 0; empty if there are no files.
+        file through a descriptor or a mapping that it has, else 0; empty if there are no files. The links and
+        directories on the way to files have names that are no paths.
 
     Raises:
         ConfigError: the model cannot be identified.
@@ -187,14 +190,32 @@ def files_seen(model_config: Any, load_config: Any) -> Seen:
     """
     if str(load_config.load_format) == "dummy":
         return {}
-    path, _ = _place(model_config, load_config)
-    if path is None:
+    given, _ = _given(model_config, load_config)
+    if given is None:
         return {}
-    found = {str(file): file.stat() for file in _files(path, *_scope(model_config, load_config))}
+    place = _resolved(given)
+    files = _files(place, *_scope(model_config, load_config))
+    found = {str(file): file.stat() for file in files}
+    found |= {
+        f"the link {link}": link.lstat() for link in {link for file in (given, *files) for link in links_to(file)}
+    }
+    found |= {f"{_DIRECTORY}{above}": above.stat() for above in (place, *place.parents) if above.is_dir()}
     newest = max((status.st_ctime for status in found.values()), default=0.0)
     if abs(time.time() - newest) < _TICK_SECONDS:
         time.sleep(_TICK_SECONDS)
     return {name: (*record_of(status), int(has_writer(Path(name)))) for name, status in found.items()}
+
+
+def links_to(path: Path) -> Iterator[Path]:
+    """Yield all symbolic links on the way to a path: one that was replaced and put back is noticed."""
+    at, rest, found = Path("/"), [*reversed(path.absolute().parts)], set[Path]()
+    while rest:
+        at /= rest.pop()
+        if at.is_symlink() and at not in found:
+            found.add(at)
+            yield at
+            rest += reversed(at.readlink().parts)
+            at = at.parent
 
 
 def record_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
@@ -236,14 +257,25 @@ def unproven(before: Seen, after: Seen) -> str | None:
         before: what :func:`files_seen` returned before the engine read the files.
         after: what it returned once the files were identified.
     """
-    new = [name for name in after if name not in before]
-    changed = [name for name, seen in before.items() if after.get(name) != seen]
+    new = [name for name in after if name not in before and name.startswith("/")]
+    changed = [name for name, seen in before.items() if _has_changed(name, seen, after.get(name))]
     changed += [name for seen in (before, after) for name, record in seen.items() if record[-1]]
     return next(iter(changed), None) or next((name for name in new if not is_as_downloaded(Path(name))), None)
 
 
-def _place(model_config: Any, load_config: Any) -> tuple[Path | None, str]:
-    """Return the directory or file with the weights, or None and the commit that is read from elsewhere."""
+def _has_changed(name: str, before: tuple[int, ...], after: tuple[int, ...] | None) -> bool:
+    """Return True if a file, link or directory is no longer what it was.
+
+    Entries that come and go change both times of a directory; a directory that was moved away and back has another time
+    of change alone.
+    """
+    if after is None or not name.startswith(_DIRECTORY):
+        return before != after
+    return before[:2] != after[:2] or (before[3] == after[3] and before[4] != after[4])
+
+
+def _given(model_config: Any, load_config: Any) -> tuple[Path | None, str]:
+    """Return the path of the weights, or None and the commit that is read from elsewhere."""
     model, revision = str(model_config.model), getattr(model_config, "revision", None)
     elsewhere = str(getattr(model_config, "model_weights", "") or model)
     if elsewhere != model and not Path(elsewhere).exists():
@@ -258,8 +290,15 @@ def _place(model_config: Any, load_config: Any) -> tuple[Path | None, str]:
         if snapshot is None:
             return None, commit
         path = snapshot
-    # Only the directory is resolved: the file may be a link into the cache's blobs, which have other names.
-    return (path.parent.resolve() / path.name if path.is_file() else path.resolve()), ""
+    return path, ""
+
+
+def _resolved(path: Path) -> Path:
+    """Return a path without links in its directories.
+
+    Its file may be a link into the cache's blobs, which have other names.
+    """
+    return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
 def _scope(model_config: Any, load_config: Any) -> tuple[bool, bool]:
@@ -269,9 +308,10 @@ def _scope(model_config: Any, load_config: Any) -> tuple[bool, bool]:
 
 def _identity(model_config: Any, load_config: Any) -> tuple[str, Path | None]:
     """Return the identity of the model's files, and its directory if its files identify it."""
-    place, commit = _place(model_config, load_config)
-    if place is None:
+    given, commit = _given(model_config, load_config)
+    if given is None:
         return f"commit {commit}", None
+    place = _resolved(given)
     code, copies = _scope(model_config, load_config)
     digest = digest_of_files(place, code=code, copies=copies)
     return f"files {digest}", place if place.is_dir() else None
