@@ -6,16 +6,19 @@ import json
 import os
 import pty
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.runner import ROOT, command, kv_tiering
+from tests.cli.runner import ROOT, Done, command, kv_tiering, process
 from tests.machine.engines import SmallEngine
 from tests.machine.hosts import ServiceProcess, service_process
 from tests.machine.users import ANNA, needs_root
 from tiering.errors import StoreError
 from tiering.medium.files import Files
+from tiers.local.lock import DirectoryLock
 
 FEW, MANY = list(range(4)), list(range(40, 60))
 
@@ -197,6 +200,111 @@ def test_links_lead_the_command_to_no_files_elsewhere(tmp_path: Path, disk: Path
     assert f"{disk}/replica-1 stays: {link} is a symbolic link\n" in done.out
     assert (done.code, done.out.count("becomes"), done.out.count("is removed")) == (0, 1, 0)
     assert sorted(elsewhere.rglob("*")) == before
+
+
+def at_the_lock(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let something happen once, when the command has made its plan and takes its first lock."""
+    acquire = DirectoryLock.acquire
+
+    def late(self: DirectoryLock) -> None:
+        monkeypatch.undo()
+        act()
+        acquire(self)
+
+    monkeypatch.setattr(DirectoryLock, "acquire", late)
+
+
+def test_of_two_calls_at_once_one_moves_each_directory(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, capacity="1MiB")
+    first: list[Done] = []
+    at_the_lock(monkeypatch, lambda: first.append(process("adopt", stack, disk, "--yes")))
+    second = kv_tiering("adopt", stack, disk, "--yes")
+    assert (first[0].code, first[0].out.count("becomes"), first[0].out.count("is removed")) == (0, 1, 1)
+    assert (second.code, second.err) == (0, "")
+    assert second.out.count("is gone: another call has moved or removed it") == 2
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+
+
+def test_a_call_while_another_one_moves_leaves_all_alone(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, capacity="1MiB")
+    rename = Files.rename
+    other: list[Done] = []
+
+    def renamed(self: Files, source: Path, target: Path) -> None:
+        rename(self, source, target)
+        if not other:
+            other.append(Done(-1, "", ""))
+            other.append(process("adopt", stack, disk, "--yes"))
+
+    monkeypatch.setattr(Files, "rename", renamed)
+    assert kv_tiering("adopt", stack, disk, "--yes").out.count("becomes") == 1
+    assert (other[1].code, other[1].err) == (0, "")
+    assert "is removed" not in other[1].out
+    assert other[1].out.count("stays: ") == 2
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+
+
+def test_blocks_that_a_service_has_stored_since_the_plan_are_not_mixed_with_others(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk / "replica-0", MANY)
+
+    def serve() -> None:
+        with service_process(tmp_path, service) as running:
+            engine = SmallEngine(running.socket)
+            assert engine.serving()
+            engine.store(FEW)
+            assert engine.stored()
+            engine.close()
+            assert running.end() == 0
+
+    at_the_lock(monkeypatch, serve)
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    assert (done.code, done.out.count("was changed meanwhile; repeat the command")) == (0, 1)
+    assert (disk / "replica-0" / "documents").exists()
+    assert found_by_a_service(tmp_path, service) == (FEW, [])
+
+
+def test_a_service_that_starts_while_a_directory_moves_waits_for_it(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk / "replica-0", MANY)
+    rename = Files.rename
+    engines: list[SmallEngine] = []
+    with service_process(tmp_path, service) as running:
+
+        def renamed(self: Files, source: Path, target: Path) -> None:
+            rename(self, source, target)
+            if not engines:
+                engines.append(SmallEngine(running.socket))
+                tier: Any = engines[0].manager.secondary_tiers[0]
+                assert engines[0].settle(lambda: bool(tier.service))
+
+        monkeypatch.setattr(Files, "rename", renamed)
+        assert kv_tiering("adopt", stack, disk, "--yes").out.count("becomes") == 1
+        (engine,) = engines
+        assert engine.serving()
+        assert engine.load([*FEW, *MANY]) == (MANY, [])
+        engine.close()
+
+
+def test_an_engine_that_opens_the_fullest_directory_keeps_it_and_the_next_is_not_removed(
+    disk: Path, stack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, capacity="1MiB")
+    lock = DirectoryLock(disk / "replica-0")
+    at_the_lock(monkeypatch, lock.acquire)
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    lock.release()
+    assert (done.code, done.out.count("stays: "), done.out.count("becomes"), "removed" in done.out) == (0, 1, 1, False)
+    assert (disk / "replica-0" / "documents").exists()
 
 
 @needs_root

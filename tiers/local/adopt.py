@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering import InUseError
+from tiering import InUseError, StoreError
 from tiering.tier import EPOCHS, Adopted, Files, namespace_of, service_replica
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import (
@@ -46,8 +46,8 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
 
     The fullest of each namespace becomes that of the service, with its blocks. Files are renamed, none is copied. A
     directory that somebody holds stays. So does one of another user, who would have written what the service's own
-    engines load, and could lead the removal to other files by a link. If the process is killed, the next call goes on:
-    documents move last.
+    engines load, and could lead the removal to other files by a link. What another call or a service has changed since
+    it was looked at stays. If the process is killed, the next call goes on: documents move last.
 
     Args:
         roots: directories of one engine each, or of several data-parallel ones.
@@ -69,31 +69,41 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
             continue
         if (owner := owner_of(directory)) is not None:
             yield Adopted(str(directory), namespace, 0, f"stays: in use by {owner}")
-        else:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another call has moved or removed it
             found.append(_Old(directory, namespace, used_bytes(directory)))
     taken: set[str] = set()
     for old in sorted(found, key=lambda old: (not (old.directory / _MOVING).exists(), -old.nbytes)):
         target = _target(path, old.namespace)
         moves = old.namespace not in taken and _namespace(target) is None
-        taken.add(old.namespace)
         fate = f"becomes {target}" if moves else "is removed"
-        if (reason := _others(target)) is not None:
-            yield Adopted(str(old.directory), old.namespace, 0, f"stays: {target}: {reason}")
-            continue
-        if not dry_run:
-            try:
-                if moves:
-                    _move(old.directory, target, files)
-                else:
-                    _remove(old.directory, files)
-            except InUseError as error:
-                fate = f"stays: {error}"
-            except OSError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                files.unlink(old.directory / _MOVING)
-                fate = f"stays: {target} is on another file system"
-        yield Adopted(str(old.directory), old.namespace, old.nbytes, fate)
+        failure = None if (reason := _others(target)) is None else f"stays: {target}: {reason}"
+        if failure is None and not dry_run:
+            failure = _failure(old, target if moves else None, files)
+        if failure is None:
+            taken.add(old.namespace)  # not earlier: the others stay unless one of them has become the service's
+        yield Adopted(str(old.directory), old.namespace, old.nbytes if failure is None else 0, failure or fate)
+
+
+def _failure(old: _Old, target: Path | None, files: Files) -> str | None:
+    """Move a directory, or remove it without a ``target``; return what became of it instead, or None."""
+    try:
+        if target is None:
+            _remove(old, files)
+        else:
+            _move(old, target, files)
+    except InUseError as error:
+        return f"stays: {error}"
+    except StoreError:
+        if old.directory.exists():
+            raise
+        return "is gone: another call has moved or removed it"
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        files.unlink(old.directory / _MOVING)
+        return f"stays: {target} is on another file system"
+    return None
 
 
 def _target(path: str, namespace: str) -> Path:
@@ -125,9 +135,9 @@ def _namespace(directory: Path) -> str | None:
     """Return the namespace whose epoch document was written last; None if there is none."""
     try:
         documents = [entry for entry in entries_of(directory / _DOCUMENTS) if entry.name.startswith(EPOCHS)]
+        dated = sorted(((entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in documents), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    dated = sorted(((entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in documents), reverse=True)
     return next((name for _, text in dated if (name := namespace_of(text)) is not None), None)
 
 
@@ -139,18 +149,29 @@ def _own_files(directory: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _held(directory: Path) -> Iterator[None]:
+def _held(directory: Path, namespace: str | None) -> Iterator[None]:
+    """Hold a directory whose blocks were those of ``namespace`` when it was looked at; None: it had none.
+
+    Raises:
+        InUseError: another process has it, or has changed it meanwhile.
+        StoreError: it cannot be locked, because it is gone for example.
+    """
     lock = DirectoryLock(directory)
     lock.acquire()
     try:
+        if _namespace(directory) != namespace:
+            raise InUseError(f"{directory} was changed meanwhile; repeat the command")
         yield
     finally:
         lock.release()
 
 
-def _move(source: Path, target: Path, files: Files) -> None:
-    target.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-    with _held(source), _held(target):
+def _move(old: _Old, target: Path, files: Files) -> None:
+    source = old.directory
+    with contextlib.ExitStack() as held:
+        held.enter_context(_held(source, old.namespace))
+        target.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        held.enter_context(_held(target, None))
         files.close(files.open(source / _MOVING, os.O_RDWR | os.O_CREAT))
         files.sync_directory(source)
         for name in _own_files(source):
@@ -166,8 +187,9 @@ def _move(source: Path, target: Path, files: Files) -> None:
         _leave(source, files)
 
 
-def _remove(source: Path, files: Files) -> None:
-    with _held(source):
+def _remove(old: _Old, files: Files) -> None:
+    source = old.directory
+    with _held(source, old.namespace):
         for name in _own_files(source):
             files.unlink(source / name)
         for entry in entries_of(source / _DOCUMENTS):
