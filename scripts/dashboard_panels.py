@@ -446,6 +446,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             {
                 "{{instance}} answers": _of_service("service_responsive"),
                 "{{instance}} connections": _of_service("service_connections"),
+                "{{instance}} users that are not served": _of_service("service_users_away"),
                 "{{instance}} rows of dead engines": _of_service("service_orphaned_rows"),
                 "{{instance}} refusals": _of_service("service_refusals_total", "increase", "[1h]"),
             },

@@ -136,6 +136,21 @@ def stack_findings(*tiers: dict[str, object], block: int = 4096, **words: object
     return {item.subject: item for item in machine.probe_machine(StackConfig.model_validate(words), block)}
 
 
+@pytest.mark.parametrize(
+    ("users", "parts", "is_short"), [((), 2, False), ((61001, 61002), 4, False), ((61001,), 1, True)]
+)
+def test_a_disk_has_room_for_the_capacity_of_each_user_of_a_service(
+    tmp_path: Path, users: tuple[int, ...], parts: int, is_short: bool
+) -> None:
+    found = os.statvfs(tmp_path)
+    capacity = found.f_blocks * found.f_frsize // parts - 4096
+    findings = stack_findings(local(tmp_path / "not" / "made", capacity=capacity), users=users)
+    assert ("capacity of local" in findings) == is_short
+    if is_short:
+        assert "for each of 2 users are" in findings["capacity of local"].text
+        assert findings["capacity of local"].severity is Severity.WARNING
+
+
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_a_tier_below_one_block_is_one_error(kind: str, write_stack: WriteStack, tmp_path: Path) -> None:
     words = {"type": "memory", "capacity": "32KiB"} if kind == "memory" else local(tmp_path / "kv", capacity="32KiB")

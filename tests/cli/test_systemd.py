@@ -43,6 +43,13 @@ def test_a_sign_of_life_comes_in_a_third_of_the_watchdogs_time(systemd: socket.s
     assert received(systemd) == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1", b"WATCHDOG=1"]
 
 
+def test_users_that_are_not_served_are_in_the_units_status(systemd: socket.socket) -> None:
+    notifier = UnitNotifier({"NOTIFY_SOCKET": systemd.getsockname()})
+    for troubles in ([], ["anna: it has failed"], ["anna: it has failed"], []):
+        notifier.show(troubles)
+    assert received(systemd) == [b"STATUS=not served: anna: it has failed", b"STATUS=all users are served"]
+
+
 @pytest.mark.parametrize("words", [{}, {"WATCHDOG_USEC": ""}, {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}])
 def test_without_a_watchdog_of_this_process_there_is_no_sign(systemd: socket.socket, words: dict[str, str]) -> None:
     notifier = UnitNotifier({"NOTIFY_SOCKET": systemd.getsockname(), **words})

@@ -97,6 +97,7 @@ CASES: Mapping[str, Case] = {
         {"scheduler_seconds_total": f"0+6x{60 * HOURS}"}, {"scheduler_seconds_total": f"0+1x{60 * HOURS}"}
     ),
     "KVTieringTraceIncomplete": Case({"records_dropped_total": LATE}, {"records_dropped_total": OLD}),
+    "KVTieringServiceUserAway": Case({"service_users_away": ONE}, {"service_users_away": f"0x{60 * HOURS - 1} 1x1"}),
     "KVTieringServiceHangs": Case({"service_responsive": NONE}, {"service_responsive": f"1x{60 * HOURS - 1} 0x1"}),
 }
 """Series that fire each alert, and series that do not."""

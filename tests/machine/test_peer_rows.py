@@ -436,7 +436,7 @@ def test_an_engine_that_resets_while_the_tier_is_at_other_weights_is_not_read(se
     one = engine_of(service, ("local",))
     reset(one)
     one.store(BLOCKS)
-    assert one.settle(lambda: service.regions.blocks == 8)
+    assert one.settle(lambda: service.regions.counts()["service_kept_blocks"] == 8)
     assert two.load(BLOCKS) == ([], [])
     assert peers_of(service).get_stats().blocks == 0
 
@@ -516,7 +516,7 @@ def test_the_blocks_of_an_emptied_record_are_dropped_a_few_per_step(
         service.wake()
         assert two.load(BLOCKS) == ([], [])
         one.store(range(100, 108))
-        assert one.settle(lambda: service.regions.blocks == 8)
+        assert one.settle(lambda: service.regions.counts()["service_kept_blocks"] == 8)
         assert tier.get_stats().blocks == 16
     service.wake()
     assert are_found(service, two, 8)

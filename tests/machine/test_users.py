@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import yaml
 
 from tests.cli.runner import kv_tiering
-from tests.machine.hosts import ServiceProcess, service_in_thread, stack_of
+from tests.machine.hosts import ServiceProcess, service_in_thread, service_process, stack_of
 from tests.machine.users import (
     ANNA,
     BERT,
@@ -46,11 +51,16 @@ from tiering.config.io_process import builders
 from tiering.errors import ConfigError
 from tiering.machine.claim import describe
 from tiering.machine.counts import ServiceCounts
+from tiering.machine.link import SILENT_SECONDS
 from tiering.machine.messages import MessageError
+from tiering.machine.peer_rows import PeerRows
+from tiering.machine.region import Region, RowsClaim
 from tiering.machine.service import MOST_CONNECTIONS, MachineService
 from tiering.machine.user_names import number_of
-from tiering.machine.users import UserThread, look_at, parameters_of, service_for
+from tiering.machine.users import RESTART_SECONDS, UserThread, look_at, parameters_of, service_for
 from tiering.machine.words import Greeting
+from tiering.primary.memory.region import PAGE
+from tiering.testing.clock import FakeClock, until
 
 BLOCKS = range(8)
 TIERS = ("peers", "memory", "local")
@@ -154,20 +164,47 @@ def test_a_claim_with_the_words_of_another_users_engine_gets_other_rows(
     assert bert.do(claim, service.socket, text) == bytes(6)
 
 
+def open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def test_a_process_that_claims_rows_again_and_again_leaves_no_descriptor_for_each(tmp_path: Path) -> None:
     held: Held = {}
     model = ModelIdentity(name="model", weights="0" * 40, dtype="bfloat16", layout="rows")
     text = describe("name", model, (4096,), (), rows=4, stride=4096, sides=3, tiers=1)
     with service_in_thread(tmp_path / "cache.sock", {"type": "memory", "capacity": "1MiB"}) as service:
-        found = []
+        claim(held, service.path, text, None)
+        before = open_files()
         for _ in range(12):
             claim(held, service.path, text, None)
-            found.append(os.fstat(held["claims"][-1][1][0]).st_ino)
-            if len(found) > 1:
-                end_claim(held)
-        assert found.count(found[0]) == 6
-        assert all(len(region.pidfds) <= 6 for region in service.regions._regions)
+            end_claim(held)
+            assert until(lambda: service.look(60.0).service.service_connections == 1, 60.0)
+        assert [len(region.processes) for region in service.regions._regions] == [1]
+        assert open_files() == before
         end_claim(held)
+
+
+def test_a_region_keeps_a_descriptor_of_each_living_process_alone() -> None:
+    claimed = RowsClaim("name", "alike", 1, PAGE, 3, 1)
+    rows, words = np.zeros((1, PAGE), np.uint8), np.zeros(1, np.uint64)
+    region = Region(claimed, -1, -1, rows, words, (0, 0))
+    children = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    peers = [Mock(pid=child.pid, pidfd=os.pidfd_open(child.pid)) for child in children]
+    before = open_files()
+    for peer in (*peers, *peers, Mock(pid=0, pidfd=peers[0].pidfd)):
+        region.add_process(peer)
+    assert [*region.processes.values()] == [peers[0].pid, peers[1].pid, 0]
+    assert not region.is_left()
+    for child, left in zip(children, (1, 0), strict=True):
+        child.kill()
+        child.wait()
+        assert region.is_left() == (not left)
+        assert len(region.processes) == left
+    assert open_files() == before
+    region.add_process(Mock(pid=7, pidfd=-1))
+    assert not region.is_left(), "nothing proves the death of a process without a descriptor"
+    for peer in peers:
+        os.close(peer.pidfd)
 
 
 # ------------------------------------------------------------------------------------------------------ who may connect
@@ -267,6 +304,15 @@ def test_engines_refuse_the_word_of_a_service_and_check_knows_it(tmp_path: Path)
     assert "no user 'nosuchuser'" in found["error"]
 
 
+@needs_root
+def test_a_service_whose_users_fill_the_disk_before_their_capacities_says_so_at_its_start(directory: Path) -> None:
+    room = os.statvfs(directory)
+    disk = {"type": "local", "path": str(directory), "capacity": room.f_blocks * room.f_frsize // 2}
+    with service_process(directory, disk, users=[ANNA, BERT]) as running:
+        assert "for each of 3 users are" in running.log
+        assert running.end() == 0
+
+
 @pytest.mark.parametrize("sent", ['{"model":"m"}', '{"model":"m","user":"anna"}', '{"model":"m","user":""}'])
 def test_no_text_of_an_engine_names_the_namespace_of_another_user(sent: str) -> None:
     own, anna, bert = (parameters_of(user, sent) for user in ("", "anna", "bert"))
@@ -297,42 +343,224 @@ def test_parameters_that_are_no_mapping_are_refused(sent: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- threads
 
 
+@pytest.fixture
+def threads(directory: Path) -> Iterator[dict[int, UserThread]]:
+    """Run a service for root, Anna and Bert in threads of this process, and yield those of Anna and Bert."""
+    tiers = (
+        {"type": "memory", "capacity": "16MiB"},
+        {"type": "local", "path": str(directory / "disk"), "capacity": "16MiB", "fill": "all"},
+    )
+    found = {"peers": PeerRows, **builders(load_stack(stack_of(*tiers)).secondary)}
+    build = partial(MachineService, directory / "cache.sock", found, most_bytes=1 << 30, parts=3)
+    users = {number: UserThread(str(number), partial(build, user=str(number))) for number in (ANNA, BERT)}
+    own = build(users=users)
+    own.listen()
+    thread = threading.Thread(target=own.run, name="kv-test-service")
+    thread.start()
+    yield users
+    own.stop()
+    thread.join(60.0)
+    assert not thread.is_alive()
+    assert all(user.has_ended for user in users.values())
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["error", "hang"])
+def test_the_engines_of_others_do_not_notice_the_failure_of_a_users_thread(
+    threads: dict[int, UserThread],
+    user: Callable[..., UserProcess],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setattr("tiering.machine.users.SILENT_SECONDS", 0.5)
+    socket, going_on = directory / "cache.sock", threading.Event()
+    anna, bert, root = user(ANNA), user(BERT), user(0)
+    for weights, one in enumerate((anna, bert, root)):
+        assert one.do(start_engine, socket, TIERS, weights) == [True] * 3
+        assert one.do(store, BLOCKS)
+    broken: Any = threads[ANNA].service
+
+    def fail() -> None:
+        del broken.turn
+        if kind == "error":
+            raise RuntimeError("a defect")
+        assert going_on.wait(60.0)
+
+    monkeypatch.setattr("tiering.machine.users.RESTART_SECONDS", 0.0)
+    threads[ANNA]._due = math.inf if kind == "error" else 0.0
+    broken.turn = fail
+    broken.wake()
+    assert until(lambda: threads[ANNA].trouble, 60.0)
+    own: Any = threads[ANNA]
+    assert "is out of order: it" in anna.do(knock, socket)
+    for one in (bert, root):
+        one.do(forget_rows)
+        assert one.do(load, BLOCKS) == ([*BLOCKS], [])
+    going_on.set()
+    threads[ANNA]._due = 0.0
+    assert anna.do(serving)
+    anna.do(forget_rows)
+    assert anna.do(load, BLOCKS) == ([*BLOCKS], [])
+    assert (own.service is broken) == (kind == "hang")
+    assert bert.do(load, BLOCKS) == ([*BLOCKS], [])
+
+
 class FailingService:
-    """A service whose thread has an error."""
+    """A service whose first thread has an error."""
 
-    is_full = stopping = False
+    made = 0
 
-    def run(self) -> bool:
-        raise RuntimeError("a defect")
+    def __init__(self, *, can_end: bool = True) -> None:
+        type(self).made += 1
+        self.fails = type(self).made == 1
+        self.can_end = can_end
+        self.is_full = self.stopping = False
+        self.stopped = threading.Event()
+        self.taken_over: list[object] = []
+
+    def run(self, beat: Callable[[], object]) -> bool:
+        beat()
+        if self.fails:
+            raise RuntimeError("a defect")
+        return self.stopped.wait(60.0)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def abort(self) -> bool:
+        return self.can_end
+
+    def take_over(self, failed: object) -> None:
+        self.taken_over.append(failed)
 
 
-def test_an_error_in_the_service_of_one_user_refuses_its_engines_alone(caplog: pytest.LogCaptureFixture) -> None:
-    own: Any = FailingService()
-    users = {ANNA: UserThread("anna", own)}
-    users[ANNA].start()
-    users[ANNA].join(60.0)
-    assert not users[ANNA].has_ended
-    assert "the user anna is not served any more" in caplog.text
-    service, reason = service_for(ANNA, own, users)
-    assert service is None
-    assert f"not of {ANNA}" in reason
-    assert service_for(os.geteuid(), own, users) == (own, "")
+@pytest.fixture
+def clock() -> FakeClock:
+    FailingService.made = 0
+    return FakeClock()
 
 
-def test_a_user_without_a_thread_is_refused_and_the_others_are_served(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def failed(clock: FakeClock, **words: Any) -> UserThread:
+    """Return a user whose service has failed, and ended its I/O if it could."""
+    build: Any = partial(FailingService, **words)
+    user = UserThread("anna", build, clock)
+    user.start()
+    user.ends(60.0)
+    return user
+
+
+def test_after_an_error_a_user_alone_is_refused_until_its_service_is_started_again(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    user, own = failed(clock), Mock(stopping=False, is_full=False)
+    assert user.has_ended
+    assert "the service of the user anna has failed" in caplog.text
+    service, reason = service_for(ANNA, own, {ANNA: user})
+    assert (service, reason) == (None, f"the part of the service for the user {ANNA} is out of order: it has failed")
+    assert service_for(os.geteuid(), own, {ANNA: user}) == (own, "")
+    before: Any = user.service
+    user.step()
+    assert user.service is before, "an error at each start would keep the machine busy"
+    clock.advance(RESTART_SECONDS)
+    user.step()
+    again: Any = user.service
+    assert again.taken_over == [before]
+    assert service_for(ANNA, own, {ANNA: user}) == (again, "")
+    user.stop()
+    assert user.ends(60.0)
+
+
+def test_a_service_whose_io_does_not_end_after_an_error_is_not_started_beside_itself(clock: FakeClock) -> None:
+    user = failed(clock, can_end=False)
+    clock.advance(1000.0)
+    user.step()
+    assert (FailingService.made, user.has_ended, user.trouble) == (1, False, "it has failed")
+
+
+def test_a_service_that_cannot_be_built_again_is_tried_later(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = failed(clock)
+    build, user._build = user._build, Mock(side_effect=OSError(24, "Too many open files"))
+    clock.advance(RESTART_SECONDS)
+    user.step()
+    assert "the service of the user anna cannot be started: [Errno 24] Too many open files" in caplog.text
+    user._build = build
+    user.step()
+    assert not user.is_alive()
+    clock.advance(RESTART_SECONDS)
+    user.step()
+    assert not user.trouble
+    user.stop()
+    assert user.ends(60.0)
+
+
+def test_a_signal_while_a_service_is_started_again_ends_the_new_one_too(clock: FakeClock) -> None:
+    user = failed(clock)
+    build = user._build
+
+    def built() -> Any:
+        user.stop()
+        return build()
+
+    user._build = built
+    clock.advance(RESTART_SECONDS)
+    user.step()
+    assert FailingService.made == 2
+    assert user.ends(60.0)
+    clock.advance(RESTART_SECONDS)
+    user.step()
+    assert FailingService.made == 2, "a service that has ended as it should"
+
+
+def test_a_user_without_a_thread_is_refused_and_gets_one_once_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: FakeClock
 ) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    own: Any = FailingService()
-    users = {ANNA: UserThread("anna", own)}
-    users[ANNA].start()
+    FailingService.made = 1
+    own: Any = Mock(stopping=False, is_full=False)
+    build: Any = FailingService
+    users = {ANNA: UserThread("anna", build, clock)}
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        users[ANNA].start()
     assert "the user anna is not served, because no thread can be started" in caplog.text
     assert users[ANNA].has_ended
     assert service_for(ANNA, own, users)[0] is None
     assert service_for(os.geteuid(), own, users) == (own, "")
+    clock.advance(RESTART_SECONDS)
+    users[ANNA].step()
+    assert service_for(ANNA, own, users) == (users[ANNA].service, "")
+    users[ANNA].stop()
+    assert users[ANNA].ends(60.0)
+
+
+def test_a_thread_that_hangs_is_named_with_its_place_and_is_served_again_once_it_goes_on(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    FailingService.made = 1
+    build: Any = FailingService
+    user, own = UserThread("anna", build, clock), Mock(stopping=False, is_full=False)
+    user.start()
+    assert until(lambda: user._beat_at == clock(), 60.0)
+    clock.advance(SILENT_SECONDS)
+    user.step()
+    assert not user.trouble
+    clock.advance(0.1)
+    for _ in range(3):
+        user.step()
+    assert caplog.text.count("the user anna is not served: its thread has not run for 5 s") == 1
+    assert "self.stopped.wait(60.0)" in caplog.text
+    assert service_for(ANNA, own, {ANNA: user})[0] is None
+    user._beat()
+    user.step()
+    assert "the user anna is served again" in caplog.text
+    assert service_for(ANNA, own, {ANNA: user})[0] is user.service
+    user.stop()
+    assert user.ends(60.0)
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -343,7 +571,7 @@ def test_counts_of_a_user_whose_service_hangs_or_has_ended_are_the_last_ones(
     hanging.counts = ServiceCounts(service_responsive=1, service_connections=5)
     with service_in_thread(tmp_path / "cache.sock", {"type": "memory", "capacity": "1MiB"}) as own:
         assert look_at(own, {}, 60.0).service.service_responsive == 1
-        thread = UserThread("anna", hanging)
+        thread = UserThread("anna", lambda: hanging)
         monkeypatch.setattr(thread, "is_alive", lambda: is_alive)
         look = look_at(own, {ANNA: thread}, 1.0 if is_alive else 600.0)
     assert look.service.service_connections == 5

@@ -31,7 +31,7 @@ Held = dict[str, Any]
 def start_engine(held: Held, socket: Path, tiers: Sequence[str], weights: int, **words: Any) -> list[bool]:
     """Start an engine whose user trusts root's service, and return which tiers are in service."""
     machine = {"user": "root", "keep_rows": PEERS_TIER in tiers, **words.pop("machine", {})}
-    held["engine"] = engine = SmallEngine(socket, tiers, machine=machine, **words)
+    held["engine"] = engine = SmallEngine(socket, tiers, machine=machine, reset_deadline="60s", **words)
     engine.weights = weights
     return [engine.serving(tier) for tier in range(len(tiers))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tiering.admin.records import Finding, Severity
@@ -34,7 +35,7 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
         for options in stack.secondary
         if tier_definition(options.type).distance == "process"
     ]
-    needed = stack.primary.capacity + sum(in_memory)
+    needed = stack.primary.capacity + (1 + len(stack.users)) * sum(in_memory)  # each user of a service has one
     try:
         check_room(needed, None)
         yield Finding(Severity.OK, "memory", f"there is room for {format_bytes(needed)}")
@@ -79,6 +80,31 @@ def probe_machine(stack: StackConfig, block_bytes: int, device_cache: int | None
             yield Finding(Severity.OK, "users", f"{user} has the number {number_of(user)}")
         except ConfigError as error:
             yield Finding(Severity.ERROR, "users", str(error), "name users of this machine, or their numbers")
+    yield from probe_shares(stack)
+
+
+def probe_shares(stack: StackConfig) -> Iterator[Finding]:
+    """Yield a warning about each disk without room for the capacity of every user of a service.
+
+    Each user fills a capacity of its own, and nothing else divides a disk between them: the user that stores last gets
+    no room on a full one.
+    """
+    for index, options in enumerate(stack.secondary):
+        path, capacity = getattr(options, "path", None), options.capacity_bytes
+        if not stack.users or path is None or capacity is None:
+            continue
+        directory, where = Path(path).expanduser(), f"secondary[{index}].capacity"
+        with suppress(OSError):
+            room = os.statvfs(next(each for each in (directory, *directory.parents) if each.exists()))
+            size, users = room.f_blocks * room.f_frsize, 1 + len(stack.users)
+            if users * capacity > size:
+                yield Finding(
+                    Severity.WARNING,
+                    f"capacity of {options.tier_name}",
+                    f"{format_bytes(capacity)} for each of {users} users are {format_bytes(users * capacity)}, and the "
+                    f"file system of {path} has {format_bytes(size)}: who fills it first leaves the others no room",
+                    f"lower {where} to at most {format_bytes(size // users)}, or name fewer users",
+                )
 
 
 def _probe_shared_memory(capacity: int, directory: Path = SHM) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from tiering.api.masking import guard_logs
+from tiering.cli.machine import probe_shares
 from tiering.cli.parameters import DURATION, stack_argument
 from tiering.cli.service_metrics import endpoint
 from tiering.cli.successor import Successor, end_predecessor
@@ -87,6 +88,8 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     guard_logs()
     users = users_of(stack, config)
+    for finding in probe_shares(config):
+        logging.getLogger("kv_tiering.machine").warning("%s: %s; %s", finding.subject, finding.text, finding.remedy)
     build = partial(
         MachineService,
         path.absolute(),
@@ -99,7 +102,8 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
     if users:  # their parts of the limits are more descriptors than a process has by default
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    service = build(users={number: UserThread(user, build(user=user)) for number, user in users.items()})
+    threads = {number: UserThread(user, partial(build, user=user)) for number, user in users.items()}
+    service = build(users=threads)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the default is death, and the predecessor may be at its end already
     if replace:
         end_predecessor(path)
@@ -122,6 +126,7 @@ def serve(stack: str, path: Path, keep_seconds: float, metrics: str | None, repl
 
         def beat() -> None:
             notifier.beat()
+            notifier.show([f"{users[number]}: {each.trouble}" for number, each in threads.items() if each.trouble])
             successor.step()
 
         ended = service.run(beat)
@@ -211,6 +216,7 @@ class UnitNotifier:
         self._seconds = int(period) / 3e6 if period.isdecimal() else 0.0
         """Time between two signs of life, a third of the watchdog's; 0: there is no watchdog."""
         self._due = 0.0
+        self._troubles: Sequence[str] = []
 
     def ready(self) -> None:
         """Send that the service takes connections."""
@@ -219,6 +225,12 @@ class UnitNotifier:
     def hand_over(self, pid: int) -> None:
         """Send that another process is the main one from now on."""
         self._send(f"MAINPID={pid}")
+
+    def show(self, troubles: Sequence[str]) -> None:
+        """Send which users are not served and why, for ``systemctl status``, if that has changed."""
+        if troubles != self._troubles:
+            self._troubles = troubles
+            self._send(f"STATUS={'not served: ' * bool(troubles)}{'; '.join(troubles) or 'all users are served'}")
 
     def beat(self) -> None:
         """Send a sign of life, if one is due."""

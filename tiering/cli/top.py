@@ -34,7 +34,10 @@ CPU = "cpu"
 _TROUBLES = tuple(metric.field for metric in METRICS if metric.is_trouble)
 _SERVICE = {
     f"{SERVICE}_{word}": word
-    for word in ("connections", "refusals", "orphaned_rows", "left_regions", "kept_blocks", "inherited_blocks")
+    for word in (
+        *("connections", "refusals", "users_away"),
+        *("orphaned_rows", "left_regions", "kept_blocks", "inherited_blocks"),
+    )
 }
 _BAR_CELLS = 10
 _NO_HITS = "0%"

@@ -75,6 +75,11 @@ class ServiceCounts:
     service_responsive: int = gauge(
         "flag", "1 if the service's thread has answered within a second", "0: it hangs; engines run without tiers."
     )
+    service_users_away: int = gauge(
+        "users",
+        "Further users that are not served, because their thread hangs or has failed",
+        "The log names the user, and where its thread is; the others are served.",
+    )
     service_connections: int = gauge(
         "connections",
         "Connections, those of claimed rows included",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 from collections import deque
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from tiering.machine.peers import Peer, Stamp
 from tiering.primary.memory.region import MAX_SIDES, PAGE
 
 _LONGEST_NAME = 4096
-MOST_CLAIMS = 512
-"""Largest number of claims of one region, from its first to its last process."""
+MOST_PROCESSES = 512
+"""Largest number of living processes that have mapped one region; a further one gets other rows."""
 
 _NEVER = 1
 """Word that no complete row has."""
@@ -87,8 +88,8 @@ class Region:
     """Device and inode of the rows' memory, by which the tiers' connections of its engine are found."""
     peers: list[Peer] = field(default_factory=list)
     """The open connections of the claims."""
-    pidfds: list[int] = field(default_factory=list)
-    """Descriptors of the processes that have mapped the rows."""
+    processes: dict[int, int] = field(default_factory=dict)
+    """Descriptors of the processes that have mapped the rows and may live, with their numbers or 0."""
     unproved: bool = False
     """True if the kernel gives no descriptor of some process."""
     keeper: Peer | None = None
@@ -179,16 +180,33 @@ class Region:
                 self.keeper.send(Record(Kind.COPIED, keys=keys[first : first + MAX_KEYS]))
 
     def takes(self, claim: RowsClaim) -> bool:
-        """Return True if a process with this claim may map the rows beside those that have mapped them.
-
-        A process that claims again and again leaves a descriptor each time, and gets other rows.
-        """
+        """Return True if a process with this claim may map the rows beside those that have mapped them."""
         is_open = self.peers and len(self.peers) < claim.sides
-        return bool(is_open and self.claim == claim and len(self.pidfds) < min(2 * claim.sides, MOST_CLAIMS))
+        return bool(is_open and self.claim == claim and len(self.processes) < min(2 * claim.sides, MOST_PROCESSES))
+
+    def add_process(self, peer: Peer) -> None:
+        """Note that the process of a connection maps the rows; one descriptor per process is kept."""
+        self._drop_dead()
+        self.unproved |= peer.pidfd < 0
+        if peer.pidfd >= 0 and not (peer.pid and peer.pid in self.processes.values()):
+            self.processes[os.dup(peer.pidfd)] = peer.pid
+
+    def drop_processes(self) -> None:
+        """Close all descriptors of processes."""
+        while self.processes:
+            os.close(self.processes.popitem()[0])
+
+    def _drop_dead(self) -> None:
+        for pidfd in [*filter(_is_dead, self.processes)]:
+            del self.processes[pidfd]
+            os.close(pidfd)
 
     def is_left(self) -> bool:
         """Return True if all processes that have mapped the rows are dead."""
-        return not self.peers and not self.unproved and all(map(_is_dead, self.pidfds))
+        if self.peers or self.unproved:
+            return False
+        self._drop_dead()
+        return not self.processes
 
     def is_reported(self) -> bool:
         """Return True if the process that reports blocks lives.

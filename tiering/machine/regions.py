@@ -111,19 +111,19 @@ class Regions:
         return len(self._regions)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return sum(region.claim.rows * region.claim.stride for region in self._regions)
-
-    @property
-    def blocks(self) -> int:
-        """Number of recorded blocks."""
-        return sum(len(region.entries) for region in self._regions)
-
-    @property
     def left(self) -> int:
         """Number of regions whose engine has ended."""
         return sum(region.left_at is not None for region in self._regions)
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts of :class:`~tiering.machine.counts.ServiceCounts` that concern regions."""
+        return {
+            "service_kept_regions": len(self),
+            "service_left_regions": self.left,
+            "service_kept_bytes": sum(region.claim.rows * region.claim.stride for region in self._regions),
+            "service_kept_blocks": sum(len(region.entries) for region in self._regions),
+            "service_inherited_blocks": self.handed_over,
+        }
 
     # ----------------------------------------------------------------------------------------------------------- claims
 
@@ -137,9 +137,7 @@ class Regions:
         region = self._named.get(claim.name)
         if region is None or not region.takes(claim):
             region = self._named[claim.name] = self._free(claim) or self._make(claim)
-        pidfd = os.dup(peer.pidfd) if peer.pidfd >= 0 else -1
-        region.unproved |= pidfd < 0
-        region.pidfds.append(pidfd)
+        region.add_process(peer)
         self._take_in(peer, region)
         return region.fd, region.words_fd
 
@@ -200,7 +198,7 @@ class Regions:
             old = region.claim
             if (old.alike, old.rows, old.stride) == shape and self._is_free(region):
                 self._unname(region)
-                self._close_pidfds(region)
+                region.drop_processes()
                 region.claim, region.keeper = claim, None
                 os.pwrite(region.fd, bytes(PAGE), claim.rows * claim.stride)
                 region.offer = deque(reversed(region.entries)) if region.entries else None
@@ -291,7 +289,7 @@ class Regions:
         region.empty()
         self._regions.remove(region)
         self._unname(region)
-        self._close_pidfds(region)
+        region.drop_processes()
         held: list[object] = [region.rows, region.words]
         region.rows, region.words = np.empty((0, PAGE), np.uint8), np.empty(0, np.uint64)
         handles = region.fd, region.words_fd
@@ -310,13 +308,6 @@ class Regions:
         """Take the name of its engine from a region; a later one may have it by now."""
         if self._named.get(region.claim.name) is region:
             del self._named[region.claim.name]
-
-    @staticmethod
-    def _close_pidfds(region: Region) -> None:
-        for pidfd in region.pidfds:
-            if pidfd >= 0:
-                os.close(pidfd)
-        region.pidfds.clear()
 
     # ---------------------------------------------------------------------------------------------------------- records
 

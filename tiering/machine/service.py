@@ -7,7 +7,6 @@ thread waits for messages and announcements, and then runs a step of every tier,
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import os
 import secrets
@@ -23,19 +22,20 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 from tiering.api.masking import mask_text
 from tiering.api.namespace import Namespace
 from tiering.api.units import format_bytes
 from tiering.errors import ConfigError, TieringError
 from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, ServiceLook
+from tiering.machine.listener import Listener
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
 from tiering.machine.namespaces import HostedNamespace, TierBuilder, own_replica
-from tiering.machine.peers import NO_ROOM, Peer
+from tiering.machine.peers import Peer
 from tiering.machine.regions import MOST_REGIONS, Regions
 from tiering.machine.users import UserThread, look_at, parameters_of, service_for
 from tiering.machine.words import Greeting
-from tiering.runtime.door import bind_socket
 from tiering.runtime.pool import ThreadPool
 from tiering.runtime.ratelimit import RateLimit
 
@@ -59,8 +59,7 @@ DRAIN_SHARE = 0.75
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
-_LOG_SECONDS = 30.0
-_MOST_FDS = 4
+_LOG_SECONDS, _MOST_FDS = 30.0, 4
 
 
 class MachineService:
@@ -127,10 +126,7 @@ class MachineService:
         """The rows that outlive engines."""
         self.stopping = self._hurried = False
         """True once :meth:`stop` was called."""
-        self._listener: socket.socket | None = None
-        self._inode = 0
-        self._listen_again = math.inf
-        """Time from which connections are taken again after one for which there was no room."""
+        self._listener: Listener | None = None
         self._arrived: deque[Peer] = deque()
         """Connections that the service of another user has taken for this one."""
 
@@ -145,9 +141,8 @@ class MachineService:
         Raises:
             ConfigError: another service listens there, or the directory is not private.
         """
-        self._listener = listener or bind_socket(self.path, mode=0o660 if self._users else 0o600)
-        self._inode = 0 if listener else self.path.lstat().st_ino
-        self._selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, self._listener))
+        mode = 0o660 if self._users else 0o600
+        self._listener = Listener(self.path, listener, mode, self._selector, self._admit, self._refusals, self._clock)
         for user in self._users.values():
             user.start()
         _log.info("serving %s at %s", ", ".join(self._builders), self.path)
@@ -185,11 +180,7 @@ class MachineService:
             service_connections=len(self._peers),
             service_refusals=self._refused,
             service_orphaned_rows=sum(peer.counts.engine_rows_busy for peer in self._peers.values() if peer.leaving),
-            service_kept_regions=len(self.regions),
-            service_left_regions=self.regions.left,
-            service_kept_bytes=self.regions.nbytes,
-            service_kept_blocks=self.regions.blocks,
-            service_inherited_blocks=self.regions.handed_over,
+            **self.regions.counts(),
         )
         return ServiceLook(self.counts, tiers, engines)
 
@@ -200,7 +191,7 @@ class MachineService:
         """
         self._hurried, self.stopping = self.stopping, True
         for user in self._users.values():
-            user.service.stop()
+            user.stop()
         self.wake()
 
     def run(self, beat: Callable[[], object] = lambda: None) -> bool:
@@ -214,13 +205,14 @@ class MachineService:
         while not self.stopping:
             self.turn()
             beat()
+            for user in self._users.values():
+                user.step()
         return self._close(beat)
 
     def turn(self) -> None:
         """Wait for messages or announcements, and run one step."""
-        if self._listener is not None and self._clock() >= self._listen_again:
-            self._selector.register(self._listener, selectors.EVENT_READ, partial(self._accept, self._listener))
-            self._listen_again = math.inf
+        if self._listener is not None:
+            self._listener.step()
         busy = any(tier.busy for space in self._namespaces.values() for tier in space.tiers.values())
         for key, _ in self._selector.select(BUSY_SECONDS if busy else IDLE_SECONDS):
             key.data()
@@ -250,22 +242,36 @@ class MachineService:
         while self._peers and self._clock() < deadline:
             self.turn()
             beat()
-        ended = not self._peers
-        for space in self._namespaces.values():
-            ended = space.close_tiers(deadline) and ended
-        self._copiers.stop()
-        ended = self._copiers.join(max(0.0, deadline - self._clock())) and ended
-        while (left := [user for user in self._users.values() if user.is_alive()]) and self._clock() < deadline:
-            left[0].join(BUSY_SECONDS)
-            beat()
-        ended = all(user.has_ended for user in self._users.values()) and ended
+        ended = self._end_io(deadline) and not self._peers
+        waits = [user.ends(deadline - self._clock(), beat) for user in self._users.values()]
+        ended = all(waits) and ended
         self._selector.close()
-        # Not earlier: another process would serve beside this one, which still writes.
-        with suppress(FileNotFoundError):
-            if self._inode and self.path.lstat().st_ino == self._inode:  # another service may have the path by now
-                self.path.unlink()
         if self._listener is not None:
-            self._listener.close()
+            self._listener.close()  # not earlier: another process would serve beside this one, which still writes
+        return self._free(ended)
+
+    def abort(self) -> bool:
+        """End all I/O after an error, let go of the engines, and return as :meth:`run` does."""
+        ended = False
+        try:
+            ended = self._end_io(self._clock() + self._shutdown_seconds)
+        except Exception:
+            _log.exception("the tiers cannot be closed")
+        for peer in self._peers.values():
+            if ended:  # else their rows are free once the process has ended
+                peer.send(Record(Kind.BYE))
+            peer.flush()
+            self._hang_up(peer)
+        self._selector.close()
+        return self._free(ended)
+
+    def _end_io(self, deadline: float) -> bool:
+        closed = [space.close_tiers(deadline) for space in self._namespaces.values()]
+        self._copiers.stop()
+        return self._copiers.join(max(0.0, deadline - self._clock())) and all(closed)
+
+    def _free(self, ended: bool) -> bool:
+        """Give back the memory if all I/O has ended, and return ``ended``."""
         if ended:
             self.regions.close()
             for space in self._namespaces.values():
@@ -273,6 +279,14 @@ class MachineService:
         else:
             _log.error("some I/O did not end in time; the end of the process ends it")
         return ended
+
+    def take_over(self, failed: Self) -> None:
+        """Take the connections that wait for a service that has failed, and go on with its counters."""
+        self._arrived, self._refused, self.regions.handed_over = (
+            failed._arrived,
+            failed._refused,
+            failed.regions.handed_over,
+        )
 
     def _drain(self, deadline: float, beat: Callable[[], object]) -> None:
         """Let the stores end that engines have sent; the engines keep the others, and loads go on."""
@@ -293,27 +307,15 @@ class MachineService:
         with suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if error.errno in NO_ROOM:  # the connection still waits, and would wake the thread at once
-                self._selector.unregister(listener)
-                self._listen_again = self._clock() + IDLE_SECONDS
-                if number := self._refusals.admit():
-                    _log.warning("%d connection(s) wait or were refused; the last: %s", number, error.strerror)
-            else:
-                _log.debug("a connection ended before it was taken: %s", error)
-            return
-        connection.setblocking(False)
+    def _admit(self, connection: socket.socket) -> None:
         peer = Peer(connection, f"engine-{next(self._numbers)}")
         service, reason = service_for(peer.uid, self, self._users)
         if service is not None:
             service.hand_over(peer)
-            return
-        self._refuse(peer, reason)
-        peer.flush()
-        self._hang_up(peer)
+        else:
+            self._refuse(peer, reason)
+            peer.flush()
+            self._hang_up(peer)
 
     @property
     def is_full(self) -> bool:
@@ -360,8 +362,6 @@ class MachineService:
                 peer.received += 1
                 for record in records:
                     self._take(peer, record, fds)
-            except MessageError as error:
-                self._refuse(peer, str(error))
             except (TieringError, OSError, MemoryError) as error:
                 self._refuse(peer, str(error))
             finally:
