@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Bench, Sample, Stats, ratio, timed
+from benchmarks.harness import Bench, Sample, Stats, open_tier, ratio, timed
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.block_tier.tier import BlockTier
@@ -246,8 +246,7 @@ class Scenario:
             tiers.append(BlockTier(replace(context, name="hung"), options, chaos, _all_free(2 * distinct)))
         try:
             for tier in tiers:
-                if not tier.open(time.monotonic() + 60):
-                    raise RuntimeError(f"tier {tier.name} did not open")
+                open_tier(tier, 60)
             yield tiers, news
         finally:
             chaos.release()
@@ -260,6 +259,11 @@ def _all_free(slots: int) -> SlotIndex:
     index = SlotIndex(slots)
     index.add_free(np.arange(slots))
     return index
+
+
+def disk_bytes(quick: bool) -> int:
+    """Return the most bytes that its files take."""
+    return 1 << 30 if quick else 3 << 30
 
 
 def run(bench: Bench) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness import Bench, Sample, Stats, ratio, timed
+from benchmarks.harness import Bench, Sample, Stats, open_tier, ratio, timed
 from tiering.api.namespace import ModelIdentity, Namespace
 from tiering.api.request import ReqContext
 from tiering.medium.host import IoHost
@@ -83,8 +83,7 @@ class TierRun:
         model = ModelIdentity(name="bench", weights="0", dtype="int8", layout="bench")
         namespace = Namespace.build(model, (work.block_bytes,))
         self.tier = LocalTier(TierContext("local", work.rows.data, (work.block_bytes,), namespace), options)
-        if not self.tier.open(time.monotonic() + 30):
-            raise RuntimeError("the tier did not open")
+        open_tier(self.tier, 30)
         self.jobs = itertools.count()
         self.keys: list[bytes] = []
         while self.tier.index.growing or self.tier.index.free:
@@ -173,6 +172,11 @@ def preadv_loop(run: TierRun, pool: ThreadPoolExecutor) -> Sample:
 def best(stats: dict[str, Stats], word: str) -> Stats:
     """Return the best of the variants whose name begins with ``word``."""
     return max((stat for name, stat in stats.items() if name.startswith(word)), key=lambda stat: stat.median)
+
+
+def disk_bytes(quick: bool) -> int:
+    """Return the most bytes that its files take."""
+    return 1 << 30 if quick else 11 << 30
 
 
 def run(bench: Bench) -> None:

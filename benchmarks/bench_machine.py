@@ -31,6 +31,7 @@ import gc
 import itertools
 import os
 import random
+import shutil
 import statistics
 import time
 from collections import deque
@@ -46,7 +47,7 @@ from xxhash import xxh3_128_digest
 
 from benchmarks.bench_control_plane import Subject
 from benchmarks.bench_interference import Engine, compute_for
-from benchmarks.harness import Bench, Cell, Sample, ratio, spread, timed
+from benchmarks.harness import Bench, Cell, Sample, open_tier, ratio, spread, timed
 from benchmarks.machine_floors import BareReads, bare_message, bare_peer, notes
 from benchmarks.machine_restarts import restarts
 from benchmarks.slow_s3 import BUCKET, slow_s3
@@ -461,14 +462,15 @@ def _messages(tier: SecondaryTierManager, count: int) -> tuple[list[float], list
 
 @contextmanager
 def _tier(
-    bench: Bench, name: str, block: int, rows: int, *, inside: bool = False
+    bench: Bench, name: str, block: int, rows: int, *, inside: bool = False, capacity: str = "512MiB"
 ) -> Iterator[tuple[SecondaryTierManager, np.ndarray, Callable[..., None]]]:
     """Open a local tier, here or in a service; yield it, its rows, and a function that moves blocks."""
     region = SharedRegion.create(rows, block)
     array = np.asarray(region.view)
     array[:] = np.random.default_rng(0).integers(0, 256, array.shape[1], np.uint8)
-    disk = {"type": "local", "path": str(bench.directory / f"{name}-disk"), "capacity": "2GiB"}
+    disk = {"type": "local", "path": str(bench.directory / f"{name}-disk"), "capacity": capacity}
     with ExitStack() as undo:
+        undo.callback(shutil.rmtree, disk["path"], ignore_errors=True)
         if inside:
             options = load_stack({"primary": {"capacity": "1GiB"}, "secondary": [disk]}).secondary[0]
         else:
@@ -483,8 +485,7 @@ def _tier(
         tier = tier_definition(options.type).build(options, context)
         undo.callback(region.close)
         undo.callback(lambda: tier.shutdown(time.monotonic() + WAIT))
-        if not tier.open(time.monotonic() + WAIT):
-            raise RuntimeError("the tier did not open")
+        open_tier(tier, WAIT)
         numbers = itertools.count()
 
         def move(keys: list[OffloadKey], at: np.ndarray, *, load: bool, busy: bool = False) -> None:
@@ -704,7 +705,9 @@ def steps(bench: Bench) -> None:
         flows = {}
         for name, inside in (("inside", True), ("outside", False)):
             rows = (1 + JOBS_AHEAD) * JOB_BLOCKS
-            tier, _, _ = undo.enter_context(_tier(bench, f"steps-{name}", STEP_BLOCK, rows, inside=inside))
+            tier, _, _ = undo.enter_context(
+                _tier(bench, f"steps-{name}", STEP_BLOCK, rows, inside=inside, capacity="2GiB")
+            )
             flows[name] = Flow(tier)
         undo.callback(gc.unfreeze)
         rates = [0.0]
@@ -769,6 +772,11 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def disk_bytes(quick: bool) -> int:
+    """Return the most bytes that its files take."""
+    return 5 << 30
 
 
 def run(bench: Bench) -> None:

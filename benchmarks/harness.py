@@ -33,6 +33,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TextIO
 
+from tiering.secondary.contract import SecondaryTierManager
+
 Direction = Literal["min", "max"]
 """``max``: the measured value may be at most the limit; ``min``: at least."""
 
@@ -290,6 +292,17 @@ class Bench:
     def _progress(self, text: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def open_tier(tier: SecondaryTierManager, seconds: float) -> None:
+    """Open a tier within ``seconds``.
+
+    Raises:
+        RuntimeError: it did not open; the text has the tier's reason.
+    """
+    if not tier.open(time.monotonic() + seconds):
+        reason = f"no answer within {seconds:g} s" if tier.open_error is None else tier.open_error
+        raise RuntimeError(f"the tier {tier.name} did not open: {reason}")
 
 
 def render(table: Table) -> str:

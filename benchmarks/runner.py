@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness import Bench, Target, machine, render_targets, write_json, write_section
 from scripts.temporary import clean_up_on_sigterm, temporary_files_in
+from tiering.api.units import format_bytes
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,7 +22,8 @@ def run(prog: str, description: str, modules: Mapping[str, str], argv: Sequence[
     """Run those of ``modules`` (name on the command line → module in this package) that ``argv`` asks for.
 
     A module has ``run(bench)``. A module that cannot run everywhere has ``lacks()``, which returns the missing thing or
-    an empty string. The exit code is 0 if all ran to the end and, with --strict, reached their targets.
+    an empty string; one that needs much of the disk has ``disk_bytes(quick)``, the bytes. The exit code is 0 if all ran
+    to the end and, with --strict, reached their targets.
     """
     options = _arguments(prog, description, sorted(modules), argv)
     clean_up_on_sigterm()
@@ -50,6 +52,11 @@ def _run(modules: Mapping[str, str], options: argparse.Namespace) -> int:
             if not choices.keys() >= set(options.engines) or (options.starts and not choices):
                 print(f"Left out: the engines that it may choose are {' '.join(choices) or 'none'}.")
                 continue
+            wanted, free = getattr(module, "disk_bytes", int)(options.quick), shutil.disk_usage(directory).free
+            if free < wanted:
+                print(
+                    f"Too little room: {disk} has {format_bytes(free)} free, and {name} takes {format_bytes(wanted)}."
+                )
             description = module.__doc__ or ""
             if options.engines:
                 names = "; ".join(choices[word] for word in options.engines)

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import bench_cuda, bench_mlperf_kv
 from benchmarks.__main__ import found, main
+from benchmarks.bench_control_plane import NoopTier
 from benchmarks.bench_load_or_compute import Point, plot
 from benchmarks.harness import (
     Bench,
@@ -22,6 +23,7 @@ from benchmarks.harness import (
     Spread,
     Stats,
     machine,
+    open_tier,
     ratio,
     render_targets,
     show,
@@ -262,6 +264,32 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others_and_is_told(
     assert f"Did not run to the end: {first}" in printed.err
     assert "reached" in printed.out
     assert {path.name for path in tmp_path.iterdir()} == {f"{second}.quick.json"}
+
+
+def test_a_benchmark_for_which_the_disk_has_too_little_room_says_so_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, wanted in (("machine", 1 << 60), ("local", 1)):
+        module = importlib.import_module(f"benchmarks.bench_{name}")
+        monkeypatch.setattr(module, "disk_bytes", lambda _, wanted=wanted: wanted)
+        monkeypatch.setattr(module, "run", lambda _: print("it begins"))
+    assert main(["--quick", "--only", "machine", "local", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"Too little room: {tmp_path} has " in printed
+    assert printed.index("machine takes ") < printed.index("it begins")
+    assert printed.count("Too little room") == 1
+
+
+def test_a_tier_that_does_not_open_ends_the_benchmark_with_its_reason() -> None:
+    class Full(NoopTier):
+        open_error = OSError(28, "No space left on device")
+
+        def open(self, deadline: float) -> bool:
+            return False
+
+    with pytest.raises(RuntimeError, match=r"the tier noop did not open: \[Errno 28\] No space left on device"):
+        open_tier(Full(), 1.0)
+    open_tier(NoopTier(), 1.0)
 
 
 def test_chosen_engines_and_their_starts_reach_a_benchmark_that_has_a_choice_and_get_a_section_of_their_own(
