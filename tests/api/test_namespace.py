@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tiering.api.namespace import ModelIdentity, Namespace
+from tiering.epochs.documents import lease_document
 from tiering.epochs.nearest import log_nearest
 from tiering.epochs.opener import Opener
+from tiering.errors import TemporaryStoreError
 from tiering.secondary.contract import TierContext
 from tiering.testing.faults import DictStore
 from tiers.local.layout import SegmentGeometry
@@ -98,6 +101,35 @@ def test_what_differs_is_kept_for_the_explanation_of_misses(
     assert cold_start(namespace(MODEL), "v2") == {"local": "revision"}
     assert "its blocks were stored with another revision" in caplog.text
     assert cold_start(namespace(MODEL), "v2") == {}
+
+
+def test_blocks_of_other_revisions_on_a_shared_medium_are_known_by_their_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = DictStore()
+
+    def cold_start(revision: str | None) -> dict[str, str]:
+        context = TierContext("bucket", memoryview(b""), (1,), namespace(MODEL), revision=revision)
+        Opener(context, store, shared=True).enter(None)
+        if revision is not None:
+            store.write_document(lease_document(namespace(MODEL).revision_epoch(revision)), b"")
+        return context.agreement.cold_starts
+
+    assert cold_start("v1") == {}
+    assert cold_start("v1") == {}
+    assert cold_start("v2") == {"bucket": "revision"}
+    assert cold_start("v1") == cold_start("v2") == {}
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "list_documents", Mock(side_effect=TemporaryStoreError("no")))
+        assert cold_start("v3") == {}
+
+
+def test_blocks_without_a_revision_on_a_shared_medium_are_known_by_their_epoch() -> None:
+    store = DictStore()
+    for revision, differs in ((None, {}), ("v1", {"bucket": "revision"})):
+        context = TierContext("bucket", memoryview(b""), (1,), namespace(MODEL), revision=revision)
+        Opener(context, store, shared=True).enter(None)
+        assert context.agreement.cold_starts == differs
 
 
 def test_a_salt_is_not_written_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -415,11 +415,15 @@ def test_what_must_be_computed_in_any_case_names_the_reason(
         ]
 
 
-def test_prompts_that_come_during_a_reset_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_come_during_a_reset_or_before_the_rows_are_prepared_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with rig(tmp_path) as one:
         one.run(PROMPT, "a")
         monkeypatch.setattr(one.scheduler, "_is_paused", lambda: True)
         assert one.causes(PROMPT, "b")[0] == (0, 16, MissCause.NOT_ALLOWED, "", Reason.RESET)
+        monkeypatch.setattr(one.scheduler, "_is_preparing", True)
+        assert one.causes(PROMPT, "c")[0] == (0, 16, MissCause.NOT_ALLOWED, "", Reason.PREPARING)
 
 
 def test_tokens_behind_the_limit_of_a_request_were_not_allowed(tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ def test_an_engine_finds_what_another_has_stored(engine: Callable[..., SmallEngi
     assert two.stat("promotions") == 8
 
 
+def test_an_engine_knows_what_differs_where_a_tier_of_the_service_has_begun_empty(
+    engine: Callable[..., SmallEngine],
+) -> None:
+    one = engine()
+    assert one.serving()
+    assert one.manager.cold_starts() == {}
+    other = engine(name="another")
+    assert other.settle(lambda: bool(other.manager.cold_starts()))
+    assert "model.weights (" in other.manager.cold_starts()["local"]
+
+
 def test_an_engine_that_hides_its_new_weights_is_found_out(engine: Callable[..., SmallEngine]) -> None:
     """Without a reset, the blocks of another engine have other bytes, which the comparison finds."""
     one, two = engine(), engine()

@@ -13,7 +13,9 @@ import pytest
 
 from tests.cli.runner import kv_tiering
 from tests.mini_engine.chaos_tier import ChaosTier
-from tests.vllm.handlers import FailEverySecond
+from tests.patience import PATIENT
+from tests.servers import S3Endpoint
+from tests.vllm.handlers import FailEverySecond, Late
 from tests.vllm.models import write_adapter
 from tests.vllm.rig import BLOCK, BLOCK_BYTES, Engine, _greedy, engine, prompt
 from tiering.engines.vllm import lora as engine_lora
@@ -91,11 +93,13 @@ class Asked:
 
 
 @contextmanager
-def asked(model: Path, directory: Path, secondary: list[dict[str, Any]], **options: Any) -> Iterator[Asked]:
+def asked(
+    model: Path, directory: Path, secondary: list[dict[str, Any]], blocks: int = 1_000_000, **options: Any
+) -> Iterator[Asked]:
     stack = {
         "primary": {"capacity": ROWS * BLOCK_BYTES},
         "secondary": secondary,
-        "explain": {"socket": str(directory / "why.sock")},
+        "explain": {"socket": str(directory / "why.sock"), "blocks": blocks},
     }
     with engine(model, stack, **options) as running:
         yield Asked(running, directory / "why.sock")
@@ -212,6 +216,54 @@ def test_the_reasons_of_a_tier_that_serves_badly(llama: Path, tmp_path: Path, mo
         lines(9, Fault.PERMANENT)  # the second failure at the latest opens the breaker
         assert lines(10) == [unserved(Reason.UNAVAILABLE)]
         one.check_sum()
+
+
+def test_the_reasons_of_a_bucket_that_serves_few_or_many_blocks(
+    llama: Path, tmp_path: Path, endpoint: S3Endpoint
+) -> None:
+    bucket = {**endpoint.words(endpoint.make_bucket("kv-cache").name, "kv/"), **PATIENT, "min_prefix_blocks": 7}
+    few, many = prompt(1), prompt(2, 600)
+    with asked(llama, tmp_path, [bucket]) as one:
+        one.ask(few)
+        one.ask(many)
+        one.fill(1)
+        assert one.first_line(few).endswith(f"({REASONS[Reason.SHORT]})")
+        # Half of the rows may wait for loads.
+        line = one.first_line(many)
+        assert line.startswith("unserved s3: ")
+        assert line.endswith(f"({REASONS[Reason.ROOM]})")
+        assert one.running.tier("s3")["promotions"] == ROWS // 2
+        one.check_sum()
+
+
+def test_a_prompt_that_comes_before_the_loads_from_before_a_reset_have_ended_names_it(
+    llama: Path, tmp_path: Path
+) -> None:
+    with asked(llama, tmp_path, []) as one:
+        one.ask(prompt(1))
+        running = one.running
+        assert running.llm.reset_prefix_cache()
+        with running.loads_through(Late) as loads:
+            names = running.start([prompt(1)], 1)
+            running.step()
+            assert loads.held
+            assert running.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            names += running.start([prompt(2)], 1)
+            running.finish(names[1:])
+            loads.begin()
+            running.finish(names[:1])
+        assert f"({REASONS[Reason.RESET]})" in one.answer(names[1])[0]
+        assert one.why(prompt(3)) == ["new", "remainder"]
+
+
+def test_blocks_whose_records_were_dropped_are_not_examined(llama: Path, tmp_path: Path) -> None:
+    """A table of 1,024 records drops about half of the first blocks, by random hashes."""
+    first = [prompt(seed) for seed in range(10)]
+    with asked(llama, tmp_path, [], blocks=1024) as one:
+        one.running.ask(first, 1)
+        one.running.ask([prompt(seed) for seed in range(100, 270)], 1)
+        found = {line.split(":")[1].strip() for tokens in first for line in one.answer(one.ask(tokens))}
+        assert "unexamined" in found
 
 
 def test_a_tier_that_is_never_loaded_is_gated(llama: Path, tmp_path: Path) -> None:

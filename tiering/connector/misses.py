@@ -87,12 +87,13 @@ class Misses:
         size = self._manager.get_stats().get("tiers", {}).get(tier, {}).get("capacity_bytes", 0)
         self.explainer.set_capacity(tier, int(size) // self._block_bytes)
 
-    def note(self, state: RequestState, paused: bool) -> None:
+    def note(self, state: RequestState, paused: bool, preparing: bool) -> None:
         """Note what a request has to compute.
 
         Args:
             state: the request, whose load is planned.
             paused: True if nothing can be loaded at present.
+            preparing: True if that is because the rows are being prepared, and False during a reset.
         """
         state.is_explained = True
         self._follow()
@@ -102,7 +103,7 @@ class Misses:
         coverable = max(first, min(prompt // size - ahead, (prompt - self._to_leave) // size))
         missed = keys[first : max(first, min(coverable, len(keys) - ahead))]
         allowed = 0 if paused or not state.may_load else prompt
-        refusal = Reason.RESET if paused else _refusal(state)
+        refusal = (Reason.PREPARING if preparing else Reason.RESET) if paused else _refusal(state)
         if state.policy.max_load_tokens is not None:
             allowed = min(allowed, state.policy.max_load_tokens)
         end = (first + len(missed)) * size

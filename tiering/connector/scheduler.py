@@ -421,7 +421,7 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if not awaited and self._prefill is not None:
             self.manager.note_scheduled(state.ctx)
         if self._misses is not None and not state.is_explained:
-            self._misses.note(state, self._is_paused())
+            self._misses.note(state, self._is_paused(), self._is_preparing)
         if self._cached is not None and state.cached is None:
             state.cached = Cached(planned(state.found_tokens or 0, 0, {}), state.generation)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from tiering.errors import StoreError
@@ -38,15 +39,16 @@ def log_nearest(tier: str, store: BlockStore, parameters: str, prefix: str) -> s
         The parameters as a text; empty if there is no other namespace.
     """
     try:
-        names = sorted(store.list_documents(prefix))
+        names, beside = sorted(store.list_documents(prefix)), store.documents_beside(prefix)
     except StoreError as error:
         logger.info("tier %s: the namespaces that its medium knows cannot be listed: %s", tier, error)
         return ""
     own = _leaves(parse_json(parameters))
+    readers = [(name, partial(store.read_document, name)) for name in names] + list(beside.items())
     others = [
-        (tuple(_differences(own, known)), name)
-        for name in names[:_MAX_NAMESPACES]
-        if (known := _read(store, name)) is not None
+        (found, name)
+        for name, read in readers[:_MAX_NAMESPACES]
+        if (known := _read(name, read)) is not None and (found := tuple(_differences(own, known)))
     ]
     if not others:
         return ""
@@ -75,9 +77,9 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return list(_differences(_leaves(own), _leaves(other)))
 
 
-def _read(store: BlockStore, name: str) -> dict[str, Any] | None:
+def _read(name: str, read: Callable[[], bytes | None]) -> dict[str, Any] | None:
     try:
-        stored = store.read_document(name)
+        stored = read()
         found = None if stored is None else parse_json(bytes(stored))
         return _leaves(found) if isinstance(found, Mapping) else None
     except (StoreError, ValueError, RecursionError) as error:

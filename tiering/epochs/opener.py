@@ -10,11 +10,13 @@ from dataclasses import replace
 
 from tiering.api.namespace import NO_EPOCH, Namespace
 from tiering.epochs.documents import (
+    LEASES,
     MAX_COMMON,
     MAX_REMEMBERED,
     PARAMETERS,
     EpochDocument,
     epoch_document,
+    lease_document,
     parameters_document,
     parse_parameters,
 )
@@ -136,6 +138,8 @@ class Opener:
             entered = Entered(self._walk(self.successor(), Goal.OWN, known=known))
         elif self._revision is not None:
             entered = Entered(self._namespace.revision_epoch(self._revision))
+            if known:
+                self._compare_revisions(entered.namespace)
         else:
             entered = self._enter_common(used=known)
         if not intact and self._writes:
@@ -289,6 +293,15 @@ class Opener:
             if document is None:
                 self._tell_loss(epoch_document(self._namespace, number), missing=False, known=True)
         return Entered(self._namespace.with_epoch(found.epoch or NO_EPOCH), found)
+
+    def _compare_revisions(self, own: Namespace) -> None:
+        """Find out by the epochs that the medium knows if it has blocks of other revisions alone."""
+        try:
+            leases = set(self._store.list_documents(f"{LEASES}{own.directory}-"))
+            if lease_document(own) not in leases and (leases or self._store.read_document(epoch_document(own))):
+                self._tell_revision()
+        except StoreError as error:
+            logger.info("tier %s: the epochs that its medium knows cannot be listed: %s", self._name, error)
 
     # ---------------------------------------------------------------------------------------------- both kinds of media
 

@@ -47,6 +47,7 @@ class Reason(IntEnum):
     HUNG = 12
     CUT = 13
     ROOM = 14
+    PREPARING = 15
 
     @property
     def word(self) -> str:
@@ -87,6 +88,7 @@ REASONS = {
     Reason.LOGPROBS: "the request needs all of its prompt computed, for logprobs of the prompt or pooling",
     Reason.ADAPTER: "the files of its adapter are not known yet, or have changed",
     Reason.RESET: "the caches were being reset",
+    Reason.PREPARING: "the memory of the CPU tier was being prepared",
 }
 """Sentence of each reason why a block was not loaded."""
 
@@ -120,5 +122,6 @@ REMEDIES = {
     "logprobs": "nothing, if the client needs the prompt's logprobs or all hidden states; else let it ask for none",
     "adapter": "nothing, if few requests: an adapter's first ones; else look at the log for changes of its files",
     "reset": "nothing: a reset ends within seconds",
+    "preparing": "nothing: the tiers join some seconds after the start, by the size of the CPU tier",
 }
 """Remedy of a miss, by the word of its reason, or of its cause if it has none."""

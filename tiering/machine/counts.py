@@ -21,6 +21,9 @@ _MEDIUM = frozenset(field.name for field in fields(TierStats)) - _OWN
 _PLAIN = {name: getattr(TierStats(), name) for name in _MEDIUM}
 _COUNTERS = {each.field for each in declared_metrics(TierStats) if each.kind is MetricKind.COUNTER} & _MEDIUM
 
+COLD_START = "cold_start"
+"""Word beside the statistics of a tier that began empty: what differs in the nearest blocks of others."""
+
 EngineOfTier = tuple[str, str, str]
 """Name of an engine, of its namespace and of its tier."""
 
@@ -136,9 +139,16 @@ def joined(looks: Sequence[ServiceLook]) -> ServiceLook:
 
 
 class Medium:
-    """The statistics of a medium, as a service sent them last; its counters go on when they start again."""
+    """The statistics of a medium, as a service sent them last; its counters go on when they start again.
 
-    def __init__(self) -> None:
+    Args:
+        tier: name of the tier.
+        cold_starts: gets what differs in the nearest blocks of others, if the tier began empty in the service.
+    """
+
+    def __init__(self, tier: str, cold_starts: dict[str, str]) -> None:
+        self._tier = tier
+        self._cold_starts = cold_starts
         self._fields: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         """Counters of earlier processes of the service, summed."""
@@ -146,10 +156,13 @@ class Medium:
     def take(self, text: bytes) -> None:
         """Take statistics that a service has sent."""
         try:
-            new = {name: type(_PLAIN[name])(value) for name, value in json.loads(text).items() if name in _PLAIN}
+            words = json.loads(text)
+            new = {name: type(_PLAIN[name])(value) for name, value in words.items() if name in _PLAIN}
         except (ValueError, TypeError, AttributeError) as error:
             _log.debug("the service's statistics cannot be read: %s", error)
             return
+        if differs := words.get(COLD_START):
+            self._cold_starts[self._tier] = "".join(filter(str.isprintable, str(differs)))
         before = self._fields
         if any(new.get(name, 0) < before.get(name, 0) for name in _COUNTERS):
             for name in _COUNTERS:

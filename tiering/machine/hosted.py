@@ -105,7 +105,8 @@ class HostedTier:
         self._stores: deque[tuple[EngineJob, list[int]]] = deque()
         self._lookups: deque[tuple[Engine, Record, float]] = deque()
         self._done: deque[tuple[int, list[tuple[EngineJob, int, bool]]]] = deque()
-        self._reports = StateReports()
+        self.reports = StateReports()
+        """The states that the engines have been sent."""
         self._recovers_until = clock() + RECOVERY_SECONDS
         self.pass_on: Callable[[EngineJob, Sequence[int]], Sequence[int]] = lambda _, positions: positions
         """Lets other tiers load what this one could not; returns the positions that none holds."""
@@ -131,7 +132,7 @@ class HostedTier:
             self._end([(job, position, False) for position in positions])
         self._give_up(self._loads.drop(engine), engine)
         self._lookups = deque(lookup for lookup in self._lookups if lookup[0] is not engine)
-        self._reports.drop(engine)
+        self.reports.drop(engine)
         self.hints.leave(engine)
         if engine in self.engines:
             self.engines.remove(engine)
@@ -155,7 +156,7 @@ class HostedTier:
             engine.generation = record.number
             if engine.follows:
                 self.hints.follow()
-            self._reports.drop(engine)
+            self.reports.drop(engine)
         elif kind == Kind.RESET:
             self._take_reset(engine, record)
         elif kind == Kind.TOUCH:
@@ -462,8 +463,7 @@ class HostedTier:
         self._pump()
         self._give_up(self._loads.overdue(now))
         self._pump_loads()
-        end = self.tier.on_schedule_end()
-        if end is not None:
+        if (end := self.tier.on_schedule_end()) is not None:
             if self.resetting and end.reset_done:
                 self.resetting = False
             self.superseded = end.superseded
@@ -481,7 +481,7 @@ class HostedTier:
         serving = bool(stats.available and not (self.resetting or (stats.recovering and now < self._recovers_until)))
         flags = SERVING * serving | STORING * (serving and bool(stats.writable))
         state = State(self.weights, self.epoch, int(not self.ending), {})
-        self._reports.send(self.engines, now, self.generation, flags, state, stats)
+        self.reports.send(self.engines, now, self.generation, flags, state, stats)
 
     def waiting(self, engine: Engine) -> tuple[int, int]:
         """Return the number of blocks of stores, and of lookups, of ``engine`` that wait."""

@@ -166,6 +166,7 @@ class HostedNamespace:
                     generation,
                 )
             for name, hosted in tiers.items():
+                hosted.reports.cold_start = partial(agreement.cold_starts.get, name)
                 if PEERS_TIER in tiers:
                     hosted.pass_on = partial(self._pass_on, name)
                 hosted.tier.open(self._clock())

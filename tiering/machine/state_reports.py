@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tiering.machine.counts import COLD_START
 from tiering.machine.engine_jobs import Engine
 from tiering.machine.messages import Kind, Record
 from tiering.machine.words import State
@@ -25,6 +26,8 @@ class StateReports:
 
     def __init__(self) -> None:
         self._sent: dict[Engine, tuple[object, float]] = {}
+        self.cold_start: Callable[[], str | None] = lambda: None
+        """Returns what differs in the nearest blocks of others if the tier began empty, and None otherwise."""
 
     def drop(self, engine: Engine) -> None:
         """Drop what ``engine`` has been sent, so that it gets the state again."""
@@ -43,6 +46,7 @@ class StateReports:
             state: the state, without statistics; the window is 0 if no further store is taken.
             stats: the statistics.
         """
+        beside = {COLD_START: differs} if (differs := self.cold_start()) else {}
         for engine in engines:
             window = state.window and max(1, min(MOST_STORES, engine.num_rows // 4) // len(engines))
             words = (flags, generation, state.weights, state.epoch, window)
@@ -50,5 +54,5 @@ class StateReports:
             if engine.behind or (sent == words and now < when + STATE_SECONDS):
                 continue
             self._sent[engine] = words, now
-            text = replace(state, window=window, stats=stats.as_dict()).text()
+            text = replace(state, window=window, stats={**stats.as_dict(), **beside}).text()
             engine.send(Record(Kind.STATE, generation, flags, text=text))

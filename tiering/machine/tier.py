@@ -121,7 +121,7 @@ class MachineTier(TierIntake, SecondaryTierManager):
         self._wanted: list[OffloadKey] = []
         self.stats = TierStats(available=0, writable=0)
         """Counters of this engine's use of the tier."""
-        self._medium = Medium()
+        self._medium = Medium(context.name, context.agreement.cold_starts)
         self._rows_fd = os.dup(context.rows_fd)  # the link's thread may greet while the rows are closed
         self._close_rows = weakref.finalize(self, os.close, self._rows_fd)
         self._index = SharedIndex(

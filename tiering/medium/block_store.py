@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiering.api.transfer import Done, Outcome, Place
@@ -305,6 +305,19 @@ class BlockStore(ABC):
             StoreError: the documents could not be listed.
         """
         return ()
+
+    def documents_beside(self, prefix: str) -> Mapping[str, Callable[[], bytes | None]]:
+        """Return functions that read the documents of other parts of the medium, by name.
+
+        The default has no other parts. Called to explain a problem to the user, as :meth:`list_documents` is.
+
+        Args:
+            prefix: beginning of the names.
+
+        Raises:
+            StoreError: the documents could not be listed.
+        """
+        return {}
 
     def create_document(self, name: str, data: bytes) -> bytes | None:
         """Write a document unless it exists, and return its content afterwards; None if it cannot be read.

@@ -9,11 +9,12 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tiering import OutOfSpaceError, PermanentStoreError, TemporaryStoreError
 from tiering.tier import Files, fresh_name, store_error, store_errors
-from tiers.local.layout import DIRECTORY_MODE
+from tiers.local.layout import DIRECTORY_MODE, REPLICA_PREFIX
 from tiers.local.lock import DirectoryLock
 
 logger = logging.getLogger("kv_tiering.local")
@@ -98,7 +99,9 @@ class Documents:
 
     def read(self, name: str) -> bytes | None:
         """Return a document; None if there is none of this name."""
-        path = self._path_of(name)
+        return self._read(self._path_of(name))
+
+    def _read(self, path: Path) -> bytes | None:
         try:
             return bytes(self._files.read_all(path, _MOST_BYTES))
         except FileNotFoundError:
@@ -142,12 +145,21 @@ class Documents:
 
         What a process was writing when it was killed is no document.
         """
-        fresh = fresh_name(self._path / "name").suffix
         with store_errors(f"cannot list {self._path}"):
-            names = [path.name for path in self._path.iterdir()] if self._found() is not None else []
-        return [
-            name for name in names if name.startswith(prefix) and _NAME.fullmatch(name) and not name.endswith(fresh)
-        ]
+            return _names_in(self._path, prefix)
+
+    def beside(self, prefix: str) -> dict[str, Callable[[], bytes | None]]:
+        """Return functions that read such documents of other replicas, by directory and name.
+
+        They have directories beside the tier's. A service has a replica for each namespace.
+        """
+        root, found = self._directory.parent, dict[str, Callable[[], bytes | None]]()
+        if self._directory.name.startswith(REPLICA_PREFIX):
+            with store_errors(f"cannot list {root}"):
+                for path in sorted(root.glob(f"{REPLICA_PREFIX}*/{self._path.name}")):
+                    for name in _names_in(path, prefix) if path != self._path else ():
+                        found[f"{path.parent.name}/{name}"] = partial(self._read, path / name)
+        return found
 
     def remove(self, name: str) -> None:
         """Make a document's content unreadable, durably."""
@@ -162,6 +174,13 @@ class Documents:
         if not _NAME.fullmatch(name):
             raise PermanentStoreError(f"{name!r} cannot name a document; allowed are a-z, 0-9, '.' and '-'")
         return self._path / name
+
+
+def _names_in(directory: Path, prefix: str) -> list[str]:
+    """Return the names of the documents in ``directory``, without what a killed process was writing."""
+    fresh = fresh_name(directory / "name").suffix
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return [name for name in names if name.startswith(prefix) and _NAME.fullmatch(name) and not name.endswith(fresh)]
 
 
 def remove_durably(files: Files, path: Path) -> None:

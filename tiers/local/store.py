@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -366,6 +366,9 @@ class LocalStore(BatchStore):
 
     def list_documents(self, prefix: str) -> Iterable[str]:
         return self._documents.names(prefix)
+
+    def documents_beside(self, prefix: str) -> Mapping[str, Callable[[], bytes | None]]:
+        return self._documents.beside(prefix)
 
     def remove_document(self, name: str) -> None:
         self._documents.remove(name)

@@ -47,6 +47,7 @@ def _delegate(name: str) -> None:
 
 for _name in (
     *("open", "close", "delete", "probe", "read_again", "delete_version", "settle", "prove_damage"),
-    *("read_document", "write_document", "list_documents", "create_document", "remove_document"),
+    *("read_document", "write_document", "list_documents", "documents_beside", "create_document"),
+    "remove_document",
 ):
     _delegate(_name)
