@@ -101,6 +101,7 @@ def test_weights_that_were_loaded_without_a_call_are_noticed_when_vllm_empties_i
 
 def test_loads_are_counted_once_per_call_and_model_whichever_class_has_the_method(core: Core) -> None:
     another = Core()
+    another.model.load_weights("the first")
     count_loads(another.model)
     core.model.load_weights("new")
     assert [loads_of(core.worker), loads_of(another.worker)] == [1, 0]

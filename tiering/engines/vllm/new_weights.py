@@ -23,9 +23,12 @@ _METHOD, _LOADS = "load_weights", "kv_tiering_loads"
 
 
 def count_loads(model: Any) -> None:
-    """Let a model count the calls of its ``load_weights``, as far as it has the method."""
+    """Let a model count the calls of its ``load_weights`` from now on, as far as it has the method."""
     owner = next((kind for kind in type(model).__mro__ if _METHOD in vars(kind)), None)
-    if owner is None or hasattr(vars(owner)[_METHOD], "kv_tiering"):
+    if owner is None:
+        return
+    vars(model)[_LOADS] = 0  # the first load counted if another engine of this process has a model of the class
+    if hasattr(vars(owner)[_METHOD], "kv_tiering"):
         return
     load = vars(owner)[_METHOD]
 
@@ -54,8 +57,8 @@ class WeightWatch:
     def __init__(self, core: Any, reset: Callable[[], object]) -> None:
         self._core = core
         self._reset = reset
-        self._loads: list[int] | None = None
-        """Number of loads on each worker; None: they were not asked yet."""
+        self._loads = 0
+        """Number of loads on all workers when they were asked last."""
         if core is None:
             logger.warning("vLLM's core is not found: reset all caches before requests, once new weights were loaded")
             return
@@ -91,12 +94,12 @@ class WeightWatch:
         """
         if self._core is None:
             return
-        before = self._loads or []
+        before = self._loads
         try:
-            self._loads = self._core.model_executor.collective_rpc(loads_of)
+            self._loads = sum(self._core.model_executor.collective_rpc(loads_of))
         except Exception as error:  # of any kind: the workers are foreign code, or gone
             logger.debug("the workers do not say whether they have loaded weights", exc_info=error)
             named = True
-        if named or sum(self._loads or ()) != sum(before):
+        if named or self._loads != before:
             logger.info("new weights: no block that was computed before is served any more")
             self._reset()
