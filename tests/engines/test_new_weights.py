@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,11 @@ def test_a_call_during_which_a_model_loads_weights_ends_in_a_reset(core: Core, r
     assert resets == ["reset"]
     assert core.collective_rpc(lambda worker: 1) == [1]
     assert resets == ["reset"]
+
+
+def test_a_call_has_the_arguments_of_vllm_s_own(core: Core, resets: list[str]) -> None:
+    """vLLM's core looks at them when the call comes from another process."""
+    assert inspect.signature(core.collective_rpc) == inspect.signature(Core().collective_rpc)
 
 
 def test_a_load_that_fails_half_way_ends_in_a_reset(core: Core, resets: list[str]) -> None:

@@ -64,6 +64,7 @@ class WeightWatch:
             return
         call = core.collective_rpc
 
+        @functools.wraps(call)  # vLLM converts a client's arguments by the signature
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(method, *args, **kwargs)
