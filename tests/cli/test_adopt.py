@@ -271,6 +271,23 @@ def test_blocks_that_a_service_has_stored_since_the_plan_are_not_mixed_with_othe
     assert found_by_a_service(tmp_path, service) == (FEW, [])
 
 
+def test_a_service_that_was_started_too_early_and_has_stored_nothing_costs_no_directory(
+    tmp_path: Path, disk: Path, stack: Path, service: dict[str, object]
+) -> None:
+    filled(disk / "replica-0", MANY)
+    filled(disk / "replica-1", FEW, capacity="1MiB")
+    with service_process(tmp_path, service) as running:
+        engine = SmallEngine(running.socket)
+        assert engine.serving()
+        beside = kv_tiering("adopt", stack, disk, "--yes")
+        assert (beside.code, beside.out.count("stays: "), beside.out.count("in use by process")) == (0, 2, 2)
+        engine.close()
+        assert running.end() == 0
+    done = kv_tiering("adopt", stack, disk, "--yes")
+    assert (done.code, done.out.count("becomes"), done.out.count("is removed")) == (0, 1, 1)
+    assert found_by_a_service(tmp_path, service) == (MANY, [])
+
+
 def test_a_service_that_starts_while_a_directory_moves_waits_for_it(
     tmp_path: Path, disk: Path, stack: Path, service: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,21 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiering import InUseError, StoreError
-from tiering.tier import EPOCHS, Adopted, Files, namespace_of, service_replica
+from tiering.tier import (
+    EPOCHS,
+    HEADER_BYTES,
+    Adopted,
+    Files,
+    FrameHeader,
+    namespace_of,
+    parse_header,
+    service_replica,
+)
 from tiers.local.checkpoint import CHECKPOINT_NAME
 from tiers.local.layout import (
     DIRECTORY_MODE,
@@ -75,7 +84,7 @@ def adopt(roots: Iterable[Path], path: str, files: Files, *, dry_run: bool) -> I
     taken: set[str] = set()
     for old in sorted(found, key=lambda old: (not (old.directory / _MOVING).exists(), -old.nbytes)):
         target = _target(path, old.namespace)
-        moves = old.namespace not in taken and _namespace(target) is None
+        moves = old.namespace not in taken and _is_unused(target, files)
         fate = f"becomes {target}" if moves else "is removed"
         failure = None if (reason := _others(target)) is None else f"stays: {target}: {reason}"
         if failure is None and not dry_run:
@@ -148,9 +157,31 @@ def _own_files(directory: Path) -> Iterator[str]:
             yield entry.name
 
 
+def _is_unused(target: Path, files: Files) -> bool:
+    """Return True if no service has stored a block there; one that has only been started has not."""
+    if _namespace(target) is None:
+        return True
+    page = memoryview(bytearray(HEADER_BYTES))
+    for entry in entries_of(target):
+        if (shape := parse_segment(entry.name)) is None:
+            continue
+        fd = files.open(Path(entry.path), os.O_RDONLY)
+        try:
+            for slot in range(shape[1]):  # where there are blocks, one of the first slots has one
+                if files.preadv(fd, [page], slot * shape[0]) == HEADER_BYTES and _is_block(page):
+                    return False
+        finally:
+            files.close(fd)
+    return True
+
+
+def _is_block(page: memoryview) -> bool:
+    return isinstance(parse_header(page), FrameHeader)
+
+
 @contextlib.contextmanager
-def _held(directory: Path, namespace: str | None) -> Iterator[None]:
-    """Hold a directory whose blocks were those of ``namespace`` when it was looked at; None: it had none.
+def _held(directory: Path, is_as_planned: Callable[[], bool]) -> Iterator[None]:
+    """Hold a directory that is as it was when it was looked at.
 
     Raises:
         InUseError: another process has it, or has changed it meanwhile.
@@ -159,7 +190,7 @@ def _held(directory: Path, namespace: str | None) -> Iterator[None]:
     lock = DirectoryLock(directory)
     lock.acquire()
     try:
-        if _namespace(directory) != namespace:
+        if not is_as_planned():
             raise InUseError(f"{directory} was changed meanwhile; repeat the command")
         yield
     finally:
@@ -169,11 +200,13 @@ def _held(directory: Path, namespace: str | None) -> Iterator[None]:
 def _move(old: _Old, target: Path, files: Files) -> None:
     source = old.directory
     with contextlib.ExitStack() as held:
-        held.enter_context(_held(source, old.namespace))
+        held.enter_context(_held(source, lambda: _namespace(source) == old.namespace))
         target.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        held.enter_context(_held(target, None))
+        held.enter_context(_held(target, lambda: _is_unused(target, files)))
         files.close(files.open(source / _MOVING, os.O_RDWR | os.O_CREAT))
         files.sync_directory(source)
+        if _namespace(target) is not None:  # of a service that has stored nothing; documents go first, and come last
+            _remove_files(target, files)
         for name in _own_files(source):
             if name == _MOVING:
                 continue
@@ -189,13 +222,17 @@ def _move(old: _Old, target: Path, files: Files) -> None:
 
 def _remove(old: _Old, files: Files) -> None:
     source = old.directory
-    with _held(source, old.namespace):
-        for name in _own_files(source):
-            files.unlink(source / name)
-        for entry in entries_of(source / _DOCUMENTS):
-            files.unlink(Path(entry.path))
-        (source / _DOCUMENTS).rmdir()
+    with _held(source, lambda: _namespace(source) == old.namespace):
+        _remove_files(source, files)
         _leave(source, files)
+
+
+def _remove_files(directory: Path, files: Files) -> None:
+    for entry in entries_of(directory / _DOCUMENTS):
+        files.unlink(Path(entry.path))
+    (directory / _DOCUMENTS).rmdir()
+    for name in _own_files(directory):
+        files.unlink(directory / name)
 
 
 def _leave(source: Path, files: Files) -> None:
