@@ -12,13 +12,15 @@ results, beside a tier in the process; and the steps of 5 ms until an engine has
 
 The fourth part copies blocks from the rows of one engine to those of another (``peers``), in prompts of 64 MiB; beside
 whole loads, as the second engine's manager sees them, are the rates of one thread that copies and verifies as the
-service does, and of one that only copies, per second of CPU time.
+service does, of one that only copies, and of one that copies and verifies in huge pages, which shared memory has where
+``shmem_enabled`` allows them, per second of CPU time.
 
 Two parts move blocks between a local disk and rows: loads of 512 KiB, beside an engine that is idle and one
 that uses the interpreter all the time, in turn with bare reads past the page cache that only compute a digest, which
 is what the disk gives without a tier; and loads and stores of 2 MiB beside the steps of ``interference``, whose engine
 computes for 5 ms between steps without the interpreter. The tier is in the process of the engine, or in the service,
-which is held to the rate that the tier in the process has reached.
+which is held to the rate that the tier in the process has reached. So is a process that only writes, reads and digests
+as many bytes: what that costs the steps, any process costs them that does the work.
 
 The last part kills an engine with ``keep_rows`` and starts it again, in a process of its own: the time from the start
 of its manager, with all modules imported, to the first block that it finds in the rows that it had and whose bytes are
@@ -48,7 +50,7 @@ from xxhash import xxh3_128_digest
 from benchmarks.bench_control_plane import Subject
 from benchmarks.bench_interference import Engine, compute_for
 from benchmarks.harness import Bench, Cell, Sample, open_tier, ratio, spread, timed
-from benchmarks.machine_floors import BareReads, bare_message, bare_peer, notes
+from benchmarks.machine_floors import BareMoves, BareReads, bare_message, bare_peer, notes
 from benchmarks.machine_restarts import restarts
 from benchmarks.slow_s3 import BUCKET, slow_s3
 from tests.machine.hosts import service_process
@@ -561,7 +563,12 @@ def peers(bench: Bench) -> None:
     """Measure loads from the rows of another engine."""
     count = 2 if bench.quick else 8
     sizes = (BUCKET_BLOCK // 4, LOAD_BLOCK, STEP_BLOCK)
-    names = ("one thread, CPU time", "one thread, bare copy, CPU time", "whole loads, wall time")
+    names = (
+        "one thread, CPU time",
+        "one thread, bare copy, CPU time",
+        "one thread, huge pages, CPU time",
+        "whole loads, wall time",
+    )
     for size in sizes:
         blocks = (64 << 20) // size
         prompts = [[key_of(29, size, prompt, at) for at in range(blocks)] for prompt in range(count)]
@@ -571,11 +578,11 @@ def peers(bench: Bench) -> None:
             machine = {**_machine(service.socket, PEERS_TIER), "keep_rows": True}
             stack = {"primary": primary, "machine": machine}
             with engines(2, lambda _: stack, size) as (first, second):  # noqa: B023
-                rates: list[list[float]] = [[], [], []]
+                rates: list[list[float]] = [[] for _ in names]
                 for keys in prompts:
                     _written(first, keys)
-                    rates[2].append(blocks * size / _seconds_of_load(first, second, keys) / 1e9)
-                    for rate, each in zip(rates, _one_thread(size), strict=False):
+                    rates[3].append(blocks * size / _seconds_of_load(first, second, keys) / 1e9)
+                    for rate, each in zip(rates, (*_one_thread(size), _one_thread(size, huge=True)[0]), strict=False):
                         rate.append(each)
                     for manager in (first, second):
                         manager.primary_tier.drop(keys)
@@ -585,16 +592,23 @@ def peers(bench: Bench) -> None:
         bench.table(
             f"blocks of {size >> 10} KiB from another engine's rows, GB/s", ["", "median", "lowest", "highest"], shown
         )
-    own, bare = statistics.median(rates[0]), statistics.median(rates[1])
+    own, bare, huge = (statistics.median(each) for each in rates[:3])
     bench.target("one thread copies and verifies 2 MiB", own, 10.0, "min", "GB/s")
+    bench.target("one thread copies and verifies 2 MiB in huge pages", huge, 10.0, "min", "GB/s")
     bench.target("one thread copies and verifies 2 MiB, against a bare copy", own / bare, 0.6, "min", "x")
 
 
-def _one_thread(size: int) -> tuple[float, float]:
-    """Return GB per CPU second of one thread that copies and verifies, and of one that copies."""
-    rng = np.random.default_rng(5)
-    rows = rng.integers(0, 256, ((64 << 20) // size, size), np.uint8)
-    words, places = np.zeros(len(rows), np.uint64), np.ones_like(rows)
+def _one_thread(size: int, *, huge: bool = False) -> tuple[float, float]:
+    """Return GB per CPU second of one thread that copies and verifies, and of one that copies.
+
+    The rows are those of engines, or anonymous memory, which has huge pages where shared memory may not have them.
+    """
+    count = (64 << 20) // size
+    regions = [] if huge else [SharedRegion.create(count, size) for _ in range(2)]
+    pair = [np.empty((count, size), np.uint8) for _ in range(2)] if huge else [region.array for region in regions]
+    rows, places = pair
+    rows[:], places[:] = np.random.default_rng(5).integers(0, 256, rows.shape, np.uint8), 1
+    words = np.zeros(len(rows), np.uint64)
     holder: Any = None
     sources = [
         Source(holder, rows, words, at, HeldBlock(key_of(at), 0, xxh3_128_digest(row.data)))
@@ -608,6 +622,8 @@ def _one_thread(size: int) -> tuple[float, float]:
     end = time.thread_time()
     if not all(good):
         raise RuntimeError("a copy was not verified")
+    for region in regions:
+        region.close()
     return rows.nbytes / (middle - begun) / 1e9, rows.nbytes / (end - middle) / 1e9
 
 
@@ -709,6 +725,8 @@ def steps(bench: Bench) -> None:
                 _tier(bench, f"steps-{name}", STEP_BLOCK, rows, inside=inside, capacity="2GiB")
             )
             flows[name] = Flow(tier)
+        bare = BareMoves(bench.directory / "bare-moves", STEP_BLOCK, JOB_BLOCKS)
+        undo.callback(bare.close)
         undo.callback(gc.unfreeze)
         rates = [0.0]
 
@@ -727,7 +745,13 @@ def steps(bench: Bench) -> None:
             sample = engine.run(lambda: None)
             return Sample(sample.value, extra={**sample.extra, "tier GB/s": 0.0})
 
-        p99: dict[str, list[float]] = {"alone": [], "service": []}
+        def beside_bare() -> Sample:
+            reached: list[float] = []
+            with bare.moving(rates[0], reached):
+                sample = engine.run(lambda: None)
+            return Sample(sample.value, extra={**sample.extra, "tier GB/s": reached[0] / 1e9})
+
+        p99: dict[str, list[float]] = {"alone": [], "service": [], "bare": []}
 
         def noted(name: str, sample: Sample) -> Sample:
             p99[name].append(sample.extra["p99 µs"])
@@ -739,15 +763,24 @@ def steps(bench: Bench) -> None:
                 "no tier at work": lambda: noted("alone", alone()),
                 "tier in the process": lambda: run("inside", 0.0),
                 "one service, same rate": lambda: noted("service", run("outside", rates[0])),
+                "bare moves in a process, same rate": lambda: noted("bare", beside_bare()),
             },
             repeats=ROUNDS,
             unit="wall µs/step",
         )
     rounds = len(stats["no tier at work"].samples)
-    pairs = list(zip(p99["service"][-rounds:], p99["alone"][-rounds:], strict=True))
-    mean = stats["one service, same rate"].samples, stats["no tier at work"].samples
-    bench.target("step beside a service, mean", spread([a / b for a, b in zip(*mean, strict=True)]), 1.05, "max", "x")
-    bench.target("step beside a service, p99", statistics.median(a / b for a, b in pairs), 1.10, "max", "x")
+    for name, word, of in (
+        ("no tier at work", "alone", ""),
+        ("bare moves in a process, same rate", "bare", ", of one beside bare moves"),
+    ):
+        pairs = zip(p99["service"][-rounds:], p99[word][-rounds:], strict=True)
+        mean = zip(stats["one service, same rate"].samples, stats[name].samples, strict=True)
+        bench.target(f"step beside a service, mean{of}", spread([a / b for a, b in mean]), 1.05, "max", "x")
+        bench.target(f"step beside a service, p99{of}", statistics.median(a / b for a, b in pairs), 1.10, "max", "x")
+    blocked = [stats[name].extra["blocked steps, ‰"] for name in ("one service, same rate", "no tier at work")]
+    bench.target("blocked steps beside a service, more than beside none", blocked[0] - blocked[1], 0.0, "max", "‰")
+    share = stats["one service, same rate"].extra["tier GB/s"] / stats["tier in the process"].extra["tier GB/s"]
+    bench.note(f"Beside the steps, the service moved {share:.2f} times the bytes of the tier in the process.")
 
 
 # --------------------------------------------------------------------------------------------------------------- set-up
