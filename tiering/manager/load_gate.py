@@ -11,8 +11,8 @@ its time (:mod:`tiering.manager.engine_queue`).
   less than computing. What an earlier engine has measured counts instead (:mod:`tiering.manager.kept_speeds`).
 - A request waits for loads no longer than computing their blocks would have taken (:attr:`Request.load_by`). If the
   loads pay then, that is behind all that waited before (:attr:`Request.load_queue`).
-- Of several prompts that come before anything is known, the shortest one waits for
-  :data:`~tiering.manager.prefix_search.FIRST_WAIT` only. It then shows the engine's speed, while the others' loads show
+- Of several prompts that come before anything is known, the shortest one waits for a short time
+  (:data:`~tiering.manager.prefix_search.FIRST_PART`). It then shows the engine's speed, while the others' loads show
   the tier's. If only the tier is not known, one prompt shows its speed, and the others wait for a short time.
 - While loads do not pay, a few blocks that requests compute are loaded all the same, for no request
   (:data:`PROBE_SECONDS`). These loads show that the tier has become faster. They are a long one and then a short one,

@@ -38,16 +38,19 @@ HANDOVER_HALF_LIFE = 10.0
 """Seconds in which the typical time falls halfway to the shortest one while none is measured."""
 
 FIRST_WAIT = 0.01
-"""Seconds for which the shortest of several first prompts waits, before it shows the engine's speed.
+"""Least seconds that the shortest of several first prompts waits before it shows the engine's speed.
 
 With a known engine, all prompts but one wait at least as long for a tier that is not known, or :data:`CLEARLY`.
 
-A computed prompt holds up the others, so that a tier whose first blocks come meanwhile, and are clearly faster, is used
-for all.
+A computed prompt holds up the others, so that a tier whose first blocks come meanwhile, and are faster, is used for
+all.
 """
 
+FIRST_PART = 0.1
+"""Part of the assumed time of computing it for which it waits besides: it holds up the others as long."""
+
 CLEARLY = 0.2
-"""Part of the time of computing within which loads are clearly faster."""
+"""Part of the time of computing within which the loads of a tier that is not known are to end."""
 
 UNDECIDED_PATIENCE = 10.0
 """Longest time that a request waits for undecided tiers, in seconds from its first undecided lookup."""
@@ -402,12 +405,14 @@ class PrefixSearch:
         first = self._first
         if first is request:
             self._first_seconds += seconds
+            self._first_by += FIRST_PART * seconds
         elif first is None or seconds < self._first_seconds or not self.queue.awaits(first):
             if first is not None:
                 first.shorten_wait(-self._taken)
+            self._first_by += FIRST_PART * (seconds - self._first_seconds)
             self._first, self._first_seconds, self._taken = request, seconds, 0.0
         if self._first_by == math.inf and self.queue.has_other(request):
-            self._first_by = now + FIRST_WAIT
+            self._first_by = now + FIRST_WAIT + FIRST_PART * self._first_seconds
         if self._first_by < math.inf and self._first is not None:
             taken = max(0.0, self._first.load_by - self._first_by)
             self._first.shorten_wait(taken)
@@ -427,7 +432,7 @@ class PrefixSearch:
         now, blocks = self._clock(), len(request.asked) + (0 if wait is None else wait.rows)
         seconds, pays = self._compute_seconds(key, blocks), True
         if self.is_guess:
-            pays = gate.expected(0, now) <= CLEARLY * self._compute_seconds(key, gate.awaited)
+            pays = gate.expected(0, now) <= self._compute_seconds(key, gate.awaited)
         elif seconds < math.inf:
             most = seconds + sum(self.queue.delays(request, seconds, self._compute_seconds(key, 1), now))
             pays = gate.silence(now) <= seconds and gate.left(self.queue.last(request), blocks) <= most
