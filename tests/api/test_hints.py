@@ -92,7 +92,7 @@ def test_the_bounds_of_the_stack_limit_what_is_kept() -> None:
 
 
 def test_only_an_expected_session_s_own_blocks_are_apart() -> None:
-    bounds, keys, own = HintBounds(retain=0.25, pin=0.125), [b"one", b"two", b"three"], {b"two", b"three", b"other"}
+    bounds, keys, own = HintBounds(retain=0.25, pin=0.125), [b"one", b"two", b"three"], [b"two", b"three"]
     shared, mine = bounds.kept(KeepAction("expect", None, 5.0), keys, b"t", own)
     assert shared == KeptBlocks([b"one"], 7.5, 0.25, False, b"t")
     assert mine == KeptBlocks([b"two", b"three"], 7.5, 0.25, False, b"t", is_own=True)

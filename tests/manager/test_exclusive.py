@@ -66,6 +66,16 @@ def test_a_loaded_row_goes_first_and_comes_back_when_its_block_leaves_the_engine
     assert rig.held() == {B, D, E}
 
 
+def test_a_row_that_the_engine_holds_twice_over_is_taken_once() -> None:
+    rig = Rig(3)
+    rig.late(A, B, C)
+    rig.engine.add(A)
+    rig.manager.engine_holds([A, A])
+    assert rig.late(D, E) == [D, E]
+    assert len(set(rig.primary.readable.values())) == len(rig.held()) == 3
+    assert {D, E} < rig.held()
+
+
 def test_stored_rows_go_first_once_their_cascade_has_ended() -> None:
     tier = FakeTier("disk")
     rig = Rig(3, tier)

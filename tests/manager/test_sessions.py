@@ -58,7 +58,7 @@ def test_a_session_s_own_blocks_are_sought_among_a_request_s_blocks_only() -> No
     sessions.computed(KEYS, A)
     sessions.used(KEYS[1:2], None)
     sessions._users = users = CountedUsers(sessions._users)
-    assert sessions.own_of(A, KEYS[:3]) == {KEYS[0], KEYS[2]}
+    assert sessions.own_of(A, KEYS[:3]) == [KEYS[0], KEYS[2]]
     assert users.asked == 3
 
 

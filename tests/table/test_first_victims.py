@@ -70,6 +70,16 @@ def test_a_pinned_row_is_no_victim_and_the_first_one_again_after_its_last_reader
     assert evicted(table, KEYS[12]) == [KEYS[3]]
 
 
+def test_a_row_that_is_marked_again_keeps_its_place_and_is_taken_once() -> None:
+    table = filled("lru", 4, set(KEYS))
+    for _ in range(3):
+        mark(table, KEYS[2], KEYS[3], KEYS[1])
+        row = rows(*filter(None, table.rows_of([KEYS[2]])))
+        table.pin(row)
+        table.unpin(row)
+    assert evicted(table, *KEYS[10:14]) == [KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
+
+
 def test_a_mark_ends_with_its_block() -> None:
     table = filled("lru", 4, set(KEYS))
     mark(table, KEYS[1])

@@ -22,7 +22,7 @@ A malformed hint is ignored, and the rest of the request's parameters stands. Un
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class HintBounds:
         return frozenset(name for name, has in has_effect.items() if has)
 
     def kept(
-        self, keep: KeepAction, keys: Sequence[OffloadKey], tenant: bytes, own: Collection[OffloadKey] = ()
+        self, keep: KeepAction, keys: Sequence[OffloadKey], tenant: bytes, own: Sequence[OffloadKey] = ()
     ) -> list[KeptBlocks]:
         """Return the blocks of an action of a tenant, within the bounds.
 
@@ -115,17 +115,18 @@ class HintBounds:
             keep: the action.
             keys: the blocks, in the order of a prefix.
             tenant: digest of the cache salt.
-            own: the blocks that only the session of an *expect* uses; default: none.
+            own: those of the blocks that only the session of an *expect* uses; default: none.
         """
         seconds = keep.seconds * EXPECT_FACTOR if keep.name == EXPECT else keep.seconds
         is_pin = keep.name == PIN
         kept = KeptBlocks(keys, min(seconds, self.longest), self.pin if is_pin else self.retain, is_pin, tenant)
         if not own or keep.name != EXPECT:
             return [kept]
-        if all(map(own.__contains__, keys)):
+        if len(own) == len(keys):
             return [kept._replace(is_own=True)]
-        parts = [[key for key in keys if (key in own) is is_own] for is_own in (False, True)]
-        return [kept._replace(keys=part, is_own=part is parts[1]) for part in parts if part]
+        mine = frozenset(own)
+        shared = [key for key in keys if key not in mine]
+        return [kept._replace(keys=shared), kept._replace(keys=own, is_own=True)]
 
 
 class KeepAction(NamedTuple):

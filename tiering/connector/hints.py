@@ -87,11 +87,11 @@ class FollowedHints:
                 self._manager.prefetch(keys, state.hints.tenant, bounds.prefetch, after, has_holes=True)
         return kept
 
-    def _own(self, action: KeepAction, session: SessionId | None, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+    def _own(self, action: KeepAction, session: SessionId | None, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return those of ``keys`` that only one session uses: that of an *expect*, or else ``session``."""
         session = session if action.session is None else action.session
         if session is None or action.name != EXPECT:
-            return frozenset()
+            return ()
         return self.sessions.own_of(session, keys)
 
     def released(self, state: RequestState) -> list[OffloadKey]:

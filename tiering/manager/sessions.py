@@ -11,7 +11,7 @@ A session that is dropped beyond the bound is not over. The blocks that it share
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
 from tiering.api.hints import SessionId
@@ -60,9 +60,10 @@ class Sessions:
         if users.keys().isdisjoint(keys):
             return
         session = None if session_id is None else self._session(session_id)
-        for key in keys:
-            if key in users and users[key] != session:
-                self._share(key, session)
+        if not {*map(users.get, keys)} <= {session, None}:  # most sessions use their own blocks again
+            for key in keys:
+                if key in users and users[key] != session:
+                    self._share(key, session)
         self._drop_oldest()
 
     def computed(
@@ -80,9 +81,9 @@ class Sessions:
             return
         if not self._most:
             return
-        if new is not None and (known := [key for key in keys if key not in new]):
+        if new is not None and (known := [key for key in keys if key not in new] if new else keys):
             self.used(known, session_id)
-            keys = [key for key in keys if key in new]
+            keys = [key for key in keys if key in new] if new else ()
         session, users = self._session(session_id), self._users
         keys = keys[: max(0, self._most // LARGEST_SHARE - len(self.blocks_of(session)))]
         if len(keys) > 1 and users.keys().isdisjoint(keys):
@@ -107,6 +108,10 @@ class Sessions:
         self._sessions.pop(session_id, None)
         self._blocks -= len(keys)
         users, own = self._users, list[OffloadKey]()
+        if {*map(users.get, keys)} == {session_id}:
+            own += dict.fromkeys(keys)
+            deque(map(users.__delitem__, own), maxlen=0)
+            return own
         for key in keys:
             user = users.get(key)
             if user == session_id:
@@ -124,9 +129,12 @@ class Sessions:
         keys = self._sessions.get(session_id, ())
         return (keys,) if isinstance(keys, bytes) else keys
 
-    def own_of(self, session_id: SessionId, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+    def own_of(self, session_id: SessionId, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return those of ``keys`` that a session has computed and that no other request has used."""
-        return frozenset([key for key in keys if self._users.get(key) == session_id])
+        users = list(map(self._users.get, keys))
+        if users.count(session_id) == len(keys):
+            return keys
+        return [key for key, user in zip(keys, users, strict=True) if user == session_id]
 
     def clear(self) -> None:
         """Drop all sessions, because a reset has dropped their blocks."""

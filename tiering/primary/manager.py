@@ -301,7 +301,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def mark_held(self, keys: Sequence[OffloadKey]) -> None:
         """Let the rows of readable ``keys`` be evicted before all others, the last one first."""
         if self._table.marks.first_victims is not None and not self.readable.disjoint(keys):
-            found = [row for row in self._table.rows_of(keys) if row is not None]
+            found = dict.fromkeys(row for row in self._table.rows_of(keys) if row is not None)
             self._table.marks.hold(np.fromiter(found, np.int64, len(found)))
 
     def spare_held(self, keys: Sequence[OffloadKey], rows: Rows) -> list[OffloadKey]:

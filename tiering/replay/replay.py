@@ -339,7 +339,7 @@ class Replay:
                 manager.engine_holds(keys[: running.held])
                 self._lost += self._store_late(leaving, LATE_STORE)
         released, hints, bounds = self._released(running), running.hints, self._config.hints.bounds
-        own = frozenset() if hints.session is None else self._sessions.own_of(hints.session, keys)
+        own = () if hints.session is None else self._sessions.own_of(hints.session, keys)
         kept = [blocks for action in hints.kept for blocks in bounds.kept(action, keys, hints.tenant, own)]
         manager.on_request_finished(running.ctx, released, kept)
         if self._misses is not None:

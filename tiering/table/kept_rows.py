@@ -167,9 +167,9 @@ class KeptRows:
         else:
             rows = rows[is_anew]
             self.returns[rows] = 0.0
-        beyond = rows[most:]
-        self._note_yielded(beyond[self._until[beyond] == 0.0])  # those that are kept yield below, at most once
-        rows = rows[:most]
+        if len(rows) > most:
+            beyond, rows = rows[most:], rows[:most]
+            self._note_yielded(beyond[self._until[beyond] == 0.0])  # those that are kept yield below, at most once
         if not len(rows):
             return 0
         self.discard(rows)  # they get another end, and perhaps another tenant
@@ -186,8 +186,9 @@ class KeptRows:
         kept.farthest.push(-end, -number, rows, kept.rows)
         if kept.rows > kept.listed:
             self._list_tenant(owner, kept)
-        if self.rows > most:
-            self._yield(most, rows)
+        if self.rows <= most:
+            return len(rows)
+        self._yield(most, rows)
         return int(np.count_nonzero(self._until[rows]))
 
     def _list_tenant(self, owner: int, tenant: _Tenant) -> None:
@@ -276,12 +277,14 @@ class KeptRows:
 
     def discard(self, rows: Rows) -> None:
         """Keep ``rows`` no longer; others are ignored."""
-        marked = rows[self._until[rows] > 0.0]
-        if not len(marked):
+        if not self.rows or not len(marked := rows[self._until[rows] > 0.0]):
             return
         self._until[marked] = 0.0
         self.rows -= len(marked)
-        for owner, gone in Counter(self._owner[marked].tolist()).items():
+        owners = {next(iter(self._tenants)): len(marked)}
+        if len(self._tenants) > 1:
+            owners = Counter(self._owner[marked].tolist())
+        for owner, gone in owners.items():
             tenant = self._tenants[owner]
             tenant.rows -= gone
             if not tenant.rows:

@@ -11,6 +11,7 @@ from tiering.api.hints import KeptBlocks
 from tiering.table.free_rows import NO_ROWS
 from tiering.table.kept_rows import Keeping
 from tiering.table.policies.policy import EvictionPolicy, RefCounts, RowKeys, Rows
+from tiering.table.row_array import row_array
 
 _LOOK = 32
 
@@ -36,23 +37,34 @@ class FirstVictims:
         most_credit: bound of the credit, so that it follows the workload; default 0.
     """
 
-    __slots__ = ("_candidates", "_holds", "_keys", "_marked", "_most_credit", "_refs", "credit")
+    __slots__ = ("_candidates", "_count", "_holds", "_is_listed", "_keys", "_marked", "_most_credit", "_refs", "credit")
 
     def __init__(self, refs: RefCounts, keys: RowKeys, holds: Holds | None = None, most_credit: float = 0.0) -> None:
         self._refs = refs
         self._keys = keys
         self._holds = holds
         self._marked: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
-        self._candidates: dict[int, None] = {}
-        """Rows to look at, the last one first; some may have lost their mark."""
+        self._candidates: NDArray[np.int32] = row_array(len(refs), np.int32)
+        """Distinct rows to look at, the last one first; some may have lost their mark."""
+        self._count = 0
+        """Number of candidates."""
+        self._is_listed: NDArray[np.bool_] = np.zeros(len(refs), np.bool_)
+        """True for each candidate."""
         self.credit = 0.0
         """Copies out of the other cache that may still be made; no row is taken below 0."""
         self._most_credit = most_credit
 
     def add(self, rows: Rows) -> None:
-        """Mark ``rows``; the last one is evicted first."""
+        """Mark distinct ``rows``; the last one is evicted first."""
         self._marked[rows] = True
-        self._candidates.update(dict.fromkeys(rows.tolist()))
+        self._list(rows)
+
+    def _list(self, rows: Rows) -> None:
+        """Make distinct ``rows`` candidates; those that are candidates keep their places."""
+        rows = rows[~self._is_listed[rows]]
+        self._is_listed[rows] = True
+        self._candidates[self._count : self._count + len(rows)] = rows
+        self._count += len(rows)
 
     def discard(self, rows: Rows) -> None:
         """Remove the marks of ``rows``; rows without a mark are ignored."""
@@ -66,7 +78,7 @@ class FirstVictims:
         """Make those of ``rows`` candidates again that are marked, because they have no readers any more."""
         marked = rows[self._marked[rows]]
         if len(marked):
-            self._candidates.update(dict.fromkeys(marked.tolist()))
+            self._list(marked)
 
     def grant(self, copies: float) -> None:
         """Add to the credit."""
@@ -76,13 +88,14 @@ class FirstVictims:
         """Return up to ``count`` rows to evict; rows whose block has left the other cache lose their mark."""
         if self.credit < 0.0:
             return NO_ROWS
-        candidates, found, missing = self._candidates, [NO_ROWS], count
-        while candidates and missing:
-            size = min(len(candidates), max(missing, _LOOK))
-            rows = np.fromiter((candidates.popitem()[0] for _ in range(size)), np.int64, size)
-            rows = rows[self._marked[rows] & (self._refs[rows] == 0)]
-            candidates.update(dict.fromkeys(rows[missing:][::-1].tolist()))
-            rows = rows[:missing]
+        found, missing = [NO_ROWS], count
+        while self._count and missing:
+            rows = self._candidates[max(0, self._count - max(missing, _LOOK)) : self._count][::-1].astype(np.int64)
+            free = (self._marked[rows] & (self._refs[rows] == 0)).nonzero()[0][:missing]
+            looked = rows if len(free) < missing else rows[: int(free[-1]) + 1]
+            self._count -= len(looked)
+            self._is_listed[looked] = False
+            rows = rows[free]
             if len(rows):
                 self._marked[rows] = False
                 if self._holds is not None:
@@ -94,7 +107,8 @@ class FirstVictims:
     def clear(self) -> None:
         """Remove all marks."""
         self._marked = np.zeros(len(self._refs), np.bool_)
-        self._candidates = {}
+        self._is_listed = np.zeros(len(self._refs), np.bool_)
+        self._count = 0
 
 
 class RowMarks:
