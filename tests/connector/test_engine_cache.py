@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -151,6 +152,26 @@ def test_the_blocks_of_small_steps_are_stored_together_and_two_steps_before_they
     assert bench.count("exclusive_losses") == 0
 
 
+def test_the_walk_starts_over_when_its_last_block_was_used_and_is_elsewhere_in_the_queue() -> None:
+    bench, first, other = Bench(blocks=32), prompt(8), prompt(8, "r2", first=7)
+    for request in (first, other):
+        bench.run(request)
+    for request in (first, other):
+        bench.end(request)
+    bench.use_up(16)
+    bench.steps(2)
+    assert len(bench.late) == 4, "the walk has stopped in the first prompt"
+    last = list(bench.pool.free)[3]
+    assert bench.scheduler._engine_cache is not None
+    bench.pool.touch([last])  # a request gets the block, and ends before a step is built
+    bench.scheduler._engine_cache.left_queue(([last.block_id],))
+    bench.pool.free_blocks([last])
+    for _ in range(12):
+        bench.steps(2)
+        bench.use_up(1)
+    assert bench.count("exclusive_losses") == 0
+
+
 def test_in_a_small_pool_too_the_blocks_of_small_steps_are_stored_together() -> None:
     """Two steps use up a quarter of the pool here, more than the walk's part of a large one."""
     bench, request = Bench(blocks=255, step=32, rows=300), prompt(192)
@@ -181,6 +202,22 @@ def test_blocks_of_a_session_that_is_over_are_not_stored_late_until_they_are_use
     again = prompt(2, "r2")
     bench.run(again, computed=2 * BLOCK)
     assert bench.notes == set(again.keys())
+
+
+def test_only_where_sessions_are_followed_the_manager_is_asked_whose_blocks_are_new() -> None:
+    bench, asked = Bench(blocks=32), list[list[OffloadKey]]()
+
+    def lacked(keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        asked.append(list(keys))
+        return keys
+
+    bench.manager.lacked = lacked  # type: ignore[method-assign]
+    bench.run(prompt(2))
+    assert asked == []
+    mine = prompt(3, "r2", session_id="s")
+    bench.run(mine)
+    bench.run(others := FakeRequest("r3", [7] * BLOCK))
+    assert asked == [list(mine.keys())[2:], list(others.keys())]
 
 
 def test_a_block_with_a_row_is_copied_no_second_time() -> None:
@@ -508,6 +545,20 @@ def test_events_of_late_stores_name_tokens_and_parents() -> None:
     assert len(bench.scheduler.events) == TARGET, "those of the second late store"
 
 
+def test_events_describe_the_new_blocks_behind_those_that_the_engine_has_found() -> None:
+    bench, first, longer = Bench(), prompt(2), prompt(4, "r2")
+    bench.run(first)
+    bench.run(longer, computed=2 * BLOCK)
+    bench.end(first)
+    bench.end(longer)
+    bench.use_up(12)
+    job = next(iter(bench.scheduler._jobs))
+    bench.scheduler.update_connector_output(finished(job.job_id))
+    assert {event.block_hashes[0]: event.token_ids for event in bench.event(job.keys)} == {
+        longer.block_hashes[number]: longer.all_token_ids[number * BLOCK : (number + 1) * BLOCK] for number in (2, 3)
+    }
+
+
 @pytest.mark.parametrize("loss", ["used up", "reset of the engine's cache", "reset of the tiers", "failed copy"])
 def test_a_block_that_is_lost_leaves_no_snapshot(loss: str) -> None:
     bench, request = Bench(), prompt(2)
@@ -542,6 +593,22 @@ def test_a_block_with_a_row_keeps_its_snapshot_until_the_row_has_gone() -> None:
     bench.event(request.keys(), removed=True)
     assert len(bench.scheduler.events) == 2
     bench.event(request.keys(), removed=True, tier="disk")
+    assert len(bench.scheduler.events) == 0
+
+
+def test_a_block_that_is_noted_again_and_leaves_with_a_row_keeps_no_snapshot_of_its_own() -> None:
+    bench, request, again = Bench(), prompt(2), prompt(2, "r2")
+    bench.run(request)
+    bench.manager.hold(request.keys())
+    bench.event(request.keys())
+    bench.end(request)
+    bench.use_up(14)
+    assert bench.notes == set()
+    bench.run(again, computed=2 * BLOCK)
+    bench.end(again)
+    bench.steps(3)
+    assert (bench.notes, bench.late) == (set(), [])
+    bench.event(request.keys(), removed=True)
     assert len(bench.scheduler.events) == 0
 
 

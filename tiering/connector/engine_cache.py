@@ -139,7 +139,7 @@ class EngineCache(FreeQueueWalk):
             if group.block_size_factor > 1:
                 self._share(keys, places)
             known.update(zip(keys, places, strict=True))
-            for ids in zip(*places, strict=True):
+            for ids in zip(*places, strict=True) if self._has_chunks else (chain.from_iterable(places),):
                 self._key_of.update(zip(ids, keys, strict=True))
             self._computing.append((self._step, keys))
 

@@ -181,7 +181,7 @@ class StorePlanner:
         cache = self.engine_cache if state.variant is None else None
         offered, new = list[OffloadKey](), list[OffloadKey]()
         if cache is not None:
-            if self.sessions is not None:
+            if self.sessions is not None and (state.hints.session is not None or len(self.sessions)):
                 offered = [key for offer in offers for key in offer.keys]
                 new = list(self._manager.lacked([key for key in offered if key not in cache.blocks_of]))
             stored = self._not_noted(cache, offers, state)
