@@ -125,7 +125,7 @@ class BareMoves:
         try:
             yield
         finally:
-            self._orders.send(0.0)
+            self._orders.send(None)
             reached.append(self._orders.recv())
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ def _move(path: Path, size: int, job: int, orders: Connection) -> None:
                 left[number] = job
                 for at in range(number * job, (number + 1) * job):
                     waiting.put(at)
-        if orders.poll(TURN_SECONDS):
+        if orders.poll(TURN_SECONDS if rate else None):  # idle, it takes nothing from the other variants
             try:
                 wanted = orders.recv()
             except EOFError:
@@ -184,9 +184,9 @@ def _move(path: Path, size: int, job: int, orders: Connection) -> None:
             reached = moved / (time.monotonic() - begun)
             while any(left):
                 one_ended()
-            if not wanted:
+            if wanted is None:
                 orders.send(reached)
-            rate, begun, moved = wanted, time.monotonic(), 0
+            rate, begun, moved = wanted or 0.0, time.monotonic(), 0
 
 
 def notes(blocks: int) -> tuple[float, float, float]:
