@@ -8,11 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tiering.engines.vllm.new_weights import WeightWatch, count_loads, loads_of
 
 
 class Model:
+    def __init__(self) -> None:
+        self.values = [torch.zeros(3000, dtype=torch.bfloat16), torch.full((4, 6), torch.nan).t(), torch.zeros(0)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.values
+
     def load_weights(self, weights: Any, strict: bool = False) -> Any:
         """Load what is no error."""
         if isinstance(weights, Exception):
@@ -25,11 +32,14 @@ class Core:
 
     def __init__(self) -> None:
         self.model = type("Derived", (Model,), {})()
-        self.worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model))
+        self.config = SimpleNamespace(enable_sleep_mode=False)
+        runner, configs = SimpleNamespace(get_model=lambda: self.model), SimpleNamespace(model_config=self.config)
+        apply = lambda function: function(self.model)  # noqa: E731
+        self.worker = SimpleNamespace(model_runner=runner, vllm_config=configs, apply_model=apply)
         self.model_executor = SimpleNamespace(collective_rpc=lambda method: [method(self.worker)])
 
     def collective_rpc(self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [method(self.worker, *args)] if callable(method) else [method]
+        return [method(self.worker, *args)] if callable(method) else [method]  # names of methods: not called
 
 
 @pytest.fixture
@@ -61,6 +71,58 @@ def test_a_call_during_which_a_model_loads_weights_ends_in_a_reset(core: Core, r
 def test_a_call_has_the_arguments_of_vllm_s_own(core: Core, resets: list[str]) -> None:
     """vLLM's core looks at them when the call comes from another process."""
     assert inspect.signature(core.collective_rpc) == inspect.signature(Core().collective_rpc)
+
+
+def write(model: Any) -> None:
+    model.values[0].data[-900:] = 1
+
+
+@pytest.mark.parametrize(
+    ("function", "writes"),
+    [
+        (write, True),
+        (lambda model: setattr(model, "values", [torch.ones(3000), *model.values[1:]]), True),
+        (lambda model: setattr(model, "values", model.values[:1]), True),
+        (lambda model: model.values[0].sum(), False),
+    ],
+)
+def test_a_function_of_the_caller_s_that_changes_parameters_ends_in_a_reset(
+    core: Core, resets: list[str], function: Callable[[Any], Any], writes: bool
+) -> None:
+    core.collective_rpc(lambda worker: function(worker.model_runner.get_model()))
+    assert resets == ["reset"] * writes
+
+
+@pytest.mark.parametrize(("function", "writes"), [(write, True), (lambda model: len(model.values), False)])
+def test_so_does_one_that_gets_the_model(
+    core: Core, resets: list[str], function: Callable[[Any], Any], writes: bool
+) -> None:
+    core.collective_rpc("apply_model", args=(function,))
+    assert resets == ["reset"] * writes
+
+
+def test_parameters_that_may_be_asleep_are_not_read(
+    core: Core, resets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "parameters", lambda self: pytest.fail("they are read"))
+    core.config.enable_sleep_mode = True
+    assert core.collective_rpc(lambda worker: 1) == [1]
+    assert resets == ["reset"]
+
+
+def test_workers_that_answer_too_late_are_not_asked(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be waited for without a limit, and their next answer is the late one."""
+    resets: list[str] = []
+    monkeypatch.setattr(core, "collective_rpc", late)
+    core.model_executor.collective_rpc = lambda method: pytest.fail("they are asked")
+    WeightWatch(core, lambda: resets.append("reset"))
+    with pytest.raises(TimeoutError):
+        core.collective_rpc("check_health", timeout=1.0)
+    assert resets == ["reset"]
+
+
+def late(method: Any, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    raise TimeoutError
 
 
 def test_a_load_that_fails_half_way_ends_in_a_reset(core: Core, resets: list[str]) -> None:

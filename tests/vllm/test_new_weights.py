@@ -45,6 +45,18 @@ def by_function(running: Engine, model: Path, other: Path) -> None:
     running.llm.apply_model(lambda module: module.load_weights(weights) and None)
 
 
+def in_place(running: Engine, model: Path, other: Path) -> None:
+    """Let a function of one's own copy weights into the parameters."""
+    weights = dict(norms(model))
+
+    def write(worker: Any) -> None:
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            if name in weights:
+                parameter.data.copy_(weights[name])
+
+    running.llm.collective_rpc(write)
+
+
 def directly(running: Engine, model: Path, other: Path) -> None:
     """Load weights into the model of this process, without a call of vLLM's."""
     core = running.llm.llm_engine.engine_core.engine_core
@@ -55,7 +67,12 @@ Way = Callable[[Engine, Path, Path], None]
 
 
 @pytest.mark.parametrize(
-    ("way", "watched"), [(by_vllm, True), (by_vllm, False), (by_function, True), (directly, True), (directly, False)]
+    ("way", "watched"),
+    [
+        *((by_vllm, watched) for watched in (True, False)),
+        *((way, True) for way in (by_function, in_place)),
+        *((directly, watched) for watched in (True, False)),
+    ],
 )
 def test_no_answer_comes_from_kv_of_other_weights(
     way: Way, watched: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
