@@ -91,6 +91,16 @@ def test_documents_that_do_not_count_are_refused_and_the_others_read() -> None:
     assert rig.tier.get_stats().hot_keys_refused == 5
 
 
+def test_a_document_that_is_gone_when_it_is_read_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Valkey server drops documents by itself, and ``gc`` removes them while engines start."""
+    rig = Rig(shared=True).opened()
+    publish(rig, tuple(K[:3]))
+    names = [*rig.store.documents, hot_document(namespace_of(rig), "gone")]
+    monkeypatch.setattr(rig.store, "list_documents", lambda prefix: [name for name in names if name.startswith(prefix)])
+    assert gather(rig) == [[K[:3]]]
+    assert rig.tier.get_stats().hot_keys_refused == 0
+
+
 @pytest.mark.parametrize(("good", "stale", "expected"), [(100, 0, 32), (10, 110, 10), (0, 500, 0)])
 def test_engines_that_have_ended_hide_no_others_and_cost_a_bounded_number_of_reads(
     good: int, stale: int, expected: int

@@ -109,14 +109,17 @@ class HintDocuments(ABC, Generic[_T]):
         if error is not None:
             _log.warning("tier %s: cannot %s: %s", self.tier, self.acts[1], error)
 
-    def _parsed(self, name: str, longest: int, parse: Callable[[bytes], _T | None]) -> _T | None:
-        """Return the content of one document; None if it cannot be read or does not count."""
+    def _parsed(self, name: str, longest: int, parse: Callable[[bytes], _T | None]) -> Iterator[_T | None]:
+        """Yield the content of one document: None if it does not count, nothing at all if it is gone."""
         try:
             data = self._store.read_document(name)
-            return None if data is None or len(data) > longest else parse(bytes(data))
+            if data is None:
+                return
+            content = parse(bytes(data)) if len(data) <= longest else None
         except (StoreError, ValueError) as error:
             _log.debug("tier %s: %s", self.tier, error)
-            return None
+            content = None
+        yield content
 
 
 class HotKeys(HintDocuments[PackedRuns], TierHotKeys):
@@ -161,9 +164,9 @@ class HotKeys(HintDocuments[PackedRuns], TierHotKeys):
     def _of_engines(self, namespace: Namespace) -> Iterator[PackedRuns | None]:
         names, found = sorted(self._store.list_documents(hot_documents(namespace))), 0
         for name in random.sample(names, min(len(names), MOST_READ)):
-            runs = self._parsed(name, MAX_BYTES, lambda data: parse(data, namespace, time.time()))
-            yield runs
-            found += runs is not None
+            for runs in self._parsed(name, MAX_BYTES, lambda data: parse(data, namespace, time.time())):
+                yield runs
+                found += runs is not None
             if found == MAX_ENGINES:
                 break
 
@@ -192,7 +195,7 @@ class SpeedDocuments(HintDocuments[Speeds], TierSpeeds):
 
     def _of_namespace(self, namespace: Namespace) -> Iterator[Speeds | None]:
         name = speeds.speeds_document(namespace, hardware())
-        yield self._parsed(
+        yield from self._parsed(
             name, speeds.DOCUMENT_BYTES, lambda data: speeds.parse(data, namespace, hardware(), time.time())
         )
 
@@ -233,7 +236,7 @@ class Descriptions(HintDocuments[Described[object]], TierDescriptions):
         present = set(self._store.list_documents(f"{described.DESCRIBED}{namespace.directory}-"))
         for slot in range(described.MOST_SLOTS):
             if (name := described.described_document(namespace, slot)) in present:
-                yield self._parsed(name, described.MAX_BYTES, partial(_described, slot, namespace, read))
+                yield from self._parsed(name, described.MAX_BYTES, partial(_described, slot, namespace, read))
 
 
 def _described(
