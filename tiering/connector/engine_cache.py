@@ -351,6 +351,8 @@ class EngineCache(FreeQueueWalk):
         copied = output.keys_to_store
         if not copied:
             return None
+        # The worker divides ids and rows by the groups' sizes: keys must lie in the order of the groups. Within a group
+        # any order will do, because each block is whole and has a row of its own.
         block_ids = as_rows(list(chain.from_iterable(map(places.__getitem__, copied))))
         sizes = [len(block_ids)]
         if len(self._groups) > 1:
