@@ -43,6 +43,8 @@ def test_held_rows_stay_while_their_next_copies_would_be_too_many(blocks: int, b
     rig.late(NEW[0])
     assert (LOADED[1] in rig.primary.readable) is bounded
     assert (OLD[-1] in rig.primary.readable) is not bounded
+    if bounded:
+        assert rig.primary.copy_credit == pytest.approx(2 - 6 * len(LOADED) + 1 / 6)
     rig.primary.grant_copies(100.0)
     rig.late(NEW[1])
     assert LOADED[1] not in rig.primary.readable
@@ -61,6 +63,27 @@ def brought(rig: Rig, tier: FakeTier, keys: list[OffloadKey], name: str) -> None
     rig.manager.prepare_load(keys, ctx)
     rig.manager.complete_load(keys, ctx)
     rig.primary.drop(keys)
+
+
+@pytest.mark.parametrize("end", ["tier fails", "its blocks may go before a row would", "tier stays"])
+def test_what_a_tier_has_brought_is_copied_whatever_it_costs_if_the_tier_may_not_have_it_again(end: str) -> None:
+    tier = FakeTier("disk", capacity_blocks=None if end == "its blocks may go before a row would" else 1 << 40)
+    tier.held = set(KEYS)
+    rig = rig_of(16, 16, tier)
+    rig.engine.update(KEYS)
+    assert rig.manager.match_prefix(KEYS[:2], rig.ctx).pending
+    rig.step()
+    for job in list(tier.loads):
+        tier.finish(job)
+    rig.step()
+    assert rig.manager.match_prefix(KEYS[:2], rig.ctx) == (2, False)
+    rig.manager.prepare_load(KEYS[:2], rig.ctx)
+    if end == "tier fails":
+        tier.raises = {"get_finished"}
+        rig.step()
+    rig.manager.complete_load(KEYS[:2], rig.ctx)
+    rig.primary.drop(KEYS[:2])
+    assert rig.late(*KEYS[:2]) == ([] if end == "tier stays" else KEYS[:2])
 
 
 def test_what_a_tier_has_brought_is_copied_late_from_half_of_the_credit_on() -> None:

@@ -47,6 +47,13 @@ def test_an_inclusive_manager_stays_what_it_is() -> None:
     assert rig.manager.stores_computed
 
 
+def test_an_inclusive_manager_says_nothing_about_an_engine_that_does_not_show_its_cache(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not ManagerRig(4).manager.hold_exclusively(None)
+    assert not caplog.records
+
+
 def test_nothing_is_stored_as_it_is_computed_unless_other_tiers_are_fed() -> None:
     assert not Rig(4).manager.stores_computed
     assert Rig(4, FakeTier("disk")).manager.stores_computed
@@ -175,6 +182,17 @@ def test_a_tier_gets_a_block_that_it_wants_and_only_the_engine_holds() -> None:
     assert not other.stores
 
 
+def test_a_tier_gets_a_block_that_it_wants_and_that_has_got_a_row_meanwhile() -> None:
+    tier = FakeTier("disk")
+    rig = Rig(4, tier)
+    rig.manager.on_schedule_end()
+    tier.wanted = [A, B]
+    rig.step()
+    rig.late(A)
+    assert list(rig.manager.take_wanted()) == [B]
+    assert [job.keys for job in tier.stores] == [(A,)]
+
+
 def test_an_inclusive_tier_looks_for_nothing_in_the_engines_cache() -> None:
     tier = FakeTier("disk")
     rig = ManagerRig(4, [tier])
@@ -193,6 +211,15 @@ def test_a_block_that_a_tier_has_taken_is_copied_no_second_time_before_it_is_use
     assert rig.manager.engine_dropped([B]) == 0, "the tier has it, so that it is not lost"
     rig.engine.difference_update([A, B])
     assert rig.late(A, B) == [A, B], "each time that they leave the engine again"
+
+
+def test_the_row_of_a_fed_block_makes_no_room_for_those_that_leave_with_it() -> None:
+    rig = Rig(2, FakeTier("disk"))
+    rig.engine.update(KEYS)
+    rig.store([A])
+    rig.late(E)
+    assert rig.late(A, B) == [B]
+    assert rig.held() == {A, B}
 
 
 def test_a_fed_block_that_was_loaded_since_is_stored_late() -> None:
