@@ -213,15 +213,6 @@ def test_a_block_that_a_tier_has_taken_is_copied_no_second_time_before_it_is_use
     assert rig.late(A, B) == [A, B], "each time that they leave the engine again"
 
 
-def test_the_row_of_a_fed_block_makes_no_room_for_those_that_leave_with_it() -> None:
-    rig = Rig(2, FakeTier("disk"))
-    rig.engine.update(KEYS)
-    rig.store([A])
-    rig.late(E)
-    assert rig.late(A, B) == [B]
-    assert rig.held() == {A, B}
-
-
 def test_a_fed_block_that_was_loaded_since_is_stored_late() -> None:
     rig = Rig(3, FakeTier("disk"))
     rig.engine.update(KEYS)
