@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,19 @@ done
 """
 
 
+def room(megabytes: int) -> str:
+    """Return a program in place of df, by which the file system has this much room."""
+    return f"#!/bin/sh\nprintf 'Avail\\n{megabytes}\\n'\n"
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A directory with the script, and programs that stand in for those that it runs."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / "bin").mkdir()
-    for name, text in (("make", MAKE), ("id", "#!/bin/sh\necho 1000\n"), ("npm", ""), ("python3", "#!/bin/sh\n")):
+    programs = {"make": MAKE, "id": "#!/bin/sh\necho 1000\n", "npm": "", "python3": "#!/bin/sh\n", "df": room(20_000)}
+    for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -62,6 +69,14 @@ def test_a_failure_anywhere_is_one_of_the_run_and_is_shown(tree: Path, target: s
     assert "=== done" not in done.stdout
 
 
+def test_a_disk_that_is_too_small_is_named_before_anything_runs(tree: Path) -> None:
+    (tree / "bin" / "df").write_text(room(9_000))
+    done = run(tree)
+    assert done.returncode == 1
+    assert "9000 MB are free" in done.stderr
+    assert "made" not in done.stdout
+
+
 def runs(pid: int) -> bool:
     """Return False for a process that has ended, whether or not it was waited for."""
     try:
@@ -73,7 +88,10 @@ def runs(pid: int) -> bool:
 def test_a_failure_beside_the_background_ends_all_of_its_processes(tree: Path) -> None:
     done = run(tree, FAILS="lint", STAYS="yes")
     assert done.returncode == 2
-    left = [pid for pid in map(int, (tree / "pids").read_text().split()) if runs(pid)]
+    pids = [int(pid) for pid in (tree / "pids").read_text().split()]
+    until = time.monotonic() + 10  # kill(1) does not wait for what it ends
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.01)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
