@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -77,21 +77,23 @@ def test_a_disk_that_is_too_small_is_named_before_anything_runs(tree: Path) -> N
     assert "made" not in done.stdout
 
 
-def runs(pid: int) -> bool:
-    """Return False for a process that has ended, whether or not it was waited for."""
+def ended(pid: int, seconds: float) -> bool:
+    """Wait for the end of a process, and return False if it runs on after ``seconds``."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], seconds)[0])  # a zombie has ended, too
+    finally:
+        os.close(process)
 
 
 def test_a_failure_beside_the_background_ends_all_of_its_processes(tree: Path) -> None:
     done = run(tree, FAILS="lint", STAYS="yes")
     assert done.returncode == 2
-    pids = [int(pid) for pid in (tree / "pids").read_text().split()]
-    until = time.monotonic() + 10  # kill(1) does not wait for what it ends
-    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < until:
-        time.sleep(0.01)
+    # kill(1) does not wait for what it ends.
+    left = [pid for pid in map(int, (tree / "pids").read_text().split()) if not ended(pid, 10)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []

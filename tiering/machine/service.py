@@ -59,7 +59,8 @@ DRAIN_SHARE = 0.75
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.5
 """Longest wait while something is in flight, and otherwise."""
 
-_LOG_SECONDS, _MOST_FDS = 30.0, 4
+_LOG_SECONDS = 30.0
+_MOST_FDS = 4
 
 
 class MachineService:
@@ -282,11 +283,8 @@ class MachineService:
 
     def take_over(self, failed: Self) -> None:
         """Take the connections that wait for a service that has failed, and go on with its counters."""
-        self._arrived, self._refused, self.regions.handed_over = (
-            failed._arrived,
-            failed._refused,
-            failed.regions.handed_over,
-        )
+        self._arrived, self._refused = failed._arrived, failed._refused
+        self.regions.handed_over = failed.regions.handed_over
 
     def _drain(self, deadline: float, beat: Callable[[], object]) -> None:
         """Let the stores end that engines have sent; the engines keep the others, and loads go on."""
