@@ -114,8 +114,6 @@ class TierAdmin:
         """
         return ""
 
-    # ----------------------------------------------------------------------------------------------------------- probes
-
     def check(self, block_bytes: int) -> Iterator[Finding]:
         """Yield what probes of the medium found. A medium in use is only read.
 
@@ -152,8 +150,6 @@ class TierAdmin:
             StoreError: the device cannot be used.
         """
         return None
-
-    # --------------------------------------------------------------------------------------------------------- contents
 
     async def namespaces(self) -> list[KnownNamespace]:
         """Return the namespaces that the medium's documents name.
@@ -199,8 +195,6 @@ class TierAdmin:
     def expected_key(self, block: StoredBlock) -> bytes | None:
         """Return the key that the block at this place must have; None (default) if the place does not fix it."""
         return None
-
-    # ---------------------------------------------------------------------------------------------------------- changes
 
     async def remove(self, blocks: Sequence[StoredBlock]) -> None:
         """Remove blocks, absent ones included.

@@ -79,8 +79,6 @@ class HealthCheck:
 
         self._io.run(IoTask("health", probe, done))
 
-    # ------------------------------------------------------------------------------------------------------------ reads
-
     def _probe_reads(self, breaker: Breaker) -> None:
         blocks = [*breaker.failed_blocks[-PROBE_BLOCKS:], *self._index.sample(PROBE_BLOCKS)]
         self._run(breaker, lambda: self._read(blocks))
@@ -111,8 +109,6 @@ class HealthCheck:
             raise error
         if not self._exchange(must_write=False) and len(wrong) > 1 and error is not None:
             raise error
-
-    # ----------------------------------------------------------------------------------------------------------- writes
 
     def _probe_writes(self, breaker: Breaker) -> None:
         slots = self._index.borrow(PROBE_BLOCKS)
@@ -159,8 +155,6 @@ class HealthCheck:
         if read is Done.DONE and (found.payload != written.payload or found.header != written.header):
             return TemporaryStoreError(f"{place} was read back with other bytes than were written")
         return cleared
-
-    # -------------------------------------------------------------------------------------------------------- documents
 
     def _exchange(self, *, must_write: bool) -> bool:
         """Write a document, read it back, and return True if it was compared.

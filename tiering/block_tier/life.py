@@ -246,8 +246,6 @@ class TierLife:
             self._opener.close(0.0, self._io.join)
         return self._closed
 
-    # ----------------------------------------------------------------------------------------------------------- epochs
-
     def leave_medium(self) -> None:
         self.service.suspend()
         self._leave_epoch()

@@ -230,8 +230,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         """
         self._life.wait(ended, deadline)
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look up one of many blocks; the end of the step asks a shared medium about all of them together."""
         held, undecided = self._looked_up((key,))
@@ -277,8 +275,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
         for probe, answer in zip(probes, held or [None] * len(probes), strict=True):
             self._probed(probe, answer, error)
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
         if self._life.storing:
             return self._jobs.admit(keys, req_context.req_id, fill=is_fill)
@@ -316,8 +312,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
                 self._offer(lapsed)
         self._life.tick(now)
         return self._jobs.take_finished()
-
-    # ---------------------------------------------------------------------------------------------------------- notices
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         self.index.touch(keys, used)
@@ -398,8 +392,6 @@ class BlockTier(TierHooks, TierIntake, SecondaryTierManager):
             until = now + (deadline - now) * _DOCUMENTS_SHARE
             self.wait(lambda: not any(hints.writing for hints in self._hints), until)
         return self._life.shutdown(deadline)
-
-    # ------------------------------------------------------------------------------------------------------- statistics
 
     def get_stats(self) -> TierStats:
         io, stats = self.io.stats, self.stats

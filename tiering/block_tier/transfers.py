@@ -83,8 +83,6 @@ class BlockTransfers:
         self.stored = False
         """True if a store has begun since the present epoch was entered."""
 
-    # ------------------------------------------------------------------------------------------------------- submission
-
     def admit(self, keys: Sequence[OffloadKey], req_id: str, *, fill: bool) -> list[int] | None:
         """Return the positions of the keys to store; None: all."""
         positions = self._admission.admit(keys, req_id, fill=fill)
@@ -206,8 +204,6 @@ class BlockTransfers:
         job.fingerprint = self._fingerprint
         self._running[job.job_id] = job
         self._io.submit(job)
-
-    # ---------------------------------------------------------------------------------------------------------- results
 
     @property
     def running(self) -> int:

@@ -89,9 +89,6 @@ def check(
     return int(failed)
 
 
-# ---------------------------------------------------------------------------------------------------------------- tiers
-
-
 def probe_tier(chosen: ChosenTiers, options: TierOptions, block_bytes: int, *, round_trip: bool) -> Iterator[Finding]:
     """Yield findings about one tier; a failure of a probe is a finding, too."""
     for text in chosen.conflicts(options):
@@ -221,9 +218,6 @@ async def _read_some(admin: TierAdmin) -> list[Finding]:
             )
         ]
     return [Finding(Severity.OK, "blocks", f"{read} blocks read, intact")]
-
-
-# --------------------------------------------------------------------------------------------------------------- output
 
 
 def _print(found: Sequence[tuple[str, Finding]]) -> None:

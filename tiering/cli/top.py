@@ -188,8 +188,6 @@ class Look:
         lines.append(Text("Ctrl-C ends", style="dim"))
         return Group(*lines)
 
-    # ------------------------------------------------------------------------------------------------------------ tiers
-
     @property
     def _names(self) -> list[str]:
         """Names of the tiers of the stack in its order, then those of the other tiers with metrics."""
@@ -277,8 +275,6 @@ class Look:
             saved = [values[f"worth_{word}"] for word in seconds]
             slower = ", promotions only" if saved[2] + saved[3] < 0.0 else ""
             yield name, f"{Saving(int(controls), *saved)}{slower}"
-
-    # ---------------------------------------------------------------------------------------------------------- service
 
     def engine_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the engines of a service at each tier, as text under :data:`ENGINE_HEADINGS`."""

@@ -51,8 +51,6 @@ class BlockTables(Generic[Tracked]):
         A step in which no request gets blocks, starts or is preempted is only counted.
         """
 
-    # ------------------------------------------------------------------------------------------------------------ steps
-
     def allocated(self, state: Tracked, block_ids: BlockIds) -> None:
         """Record all blocks of a waiting request after the engine has allocated blocks to it.
 
@@ -143,8 +141,6 @@ class BlockTables(Generic[Tracked]):
             if state.has_blocks:
                 self._distrusted(state, 0)
 
-    # ---------------------------------------------------------------------------------------------------------- changes
-
     def _assign(self, state: Tracked, block_ids: BlockIds) -> None:
         """Replace all GPU blocks of a request."""
         if state.variant is not None:
@@ -216,8 +212,6 @@ class BlockTables(Generic[Tracked]):
     def _distrusted(self, state: Tracked, invalid_from: int) -> None:
         """Forbid stores of a request's tokens from ``invalid_from`` on."""
         state.distrust(invalid_from)
-
-    # --------------------------------------------------------------------------------------------------------- variants
 
     def _claim(self, variant: Variant, tables: BlockIds, found_tokens: int | None) -> None:
         """Mark the blocks of other variants among those that a request found, and record those that it fills.

@@ -102,8 +102,6 @@ class EngineCache(FreeQueueWalk):
         self._most = self.target
         """Largest number of blocks of the next late store; smaller after one that found no room."""
 
-    # ------------------------------------------------------------------------------------------------------------ notes
-
     def note(
         self,
         request: EngineRequest,
@@ -251,8 +249,6 @@ class EngineCache(FreeQueueWalk):
     def _release_snapshots(self, keys: Iterable[OffloadKey]) -> None:
         """Keep the snapshots of blocks no longer for a late store."""
         self._events.store_failed([key for key in keys if self._described[get_offload_group_idx(key)]])
-
-    # ------------------------------------------------------------------------------------------------------------- walk
 
     def plan(self) -> LateStore | None:
         """Return the late store of blocks that leave the engine's cache soon; None: nothing to copy."""

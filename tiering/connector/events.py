@@ -107,8 +107,6 @@ class OffloadingEventsTracker:
         """Number of snapshots that were dropped while in use, since the start."""
         return self.snapshots.dropped
 
-    # ---------------------------------------------------------------------------------------------------------- capture
-
     def captures(self, group: OffloadGroup) -> bool:
         """Return True if the tracker takes snapshots of blocks of this group."""
         return self._capture and not group.is_state
@@ -190,8 +188,6 @@ class OffloadingEventsTracker:
         self._unclaimed.clear()
         for key in list(self.snapshots):
             self._drop_if_unused(key)
-
-    # ---------------------------------------------------------------------------------------------------------- convert
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[KVCacheEvent]:
         """Return ``events`` in the form that consumers receive, in the same order.
@@ -282,8 +278,6 @@ class OffloadingEventsTracker:
         tier = _Tier(event.medium, event.locality, ownership, 1 << bit, 2 << bit, 4 << bit, 7 << bit)
         self._tiers[event.medium, event.locality, event.tier] = tier
         return tier
-
-    # -------------------------------------------------------------------------------------------------------- snapshots
 
     def _describe(
         self, req: EngineRequest, group: OffloadGroup, positions: Sequence[int], keys: Sequence[OffloadKey]
@@ -405,8 +399,6 @@ class OffloadingEventsTracker:
     def _drop_if_unused(self, key: OffloadKey) -> None:
         if key not in self.held and key not in self._storing:
             self.snapshots.discard(key)
-
-    # ----------------------------------------------------------------------------------------------------------- events
 
     def _own_hash(self, key: OffloadKey) -> ExternalHash:
         own = get_offload_block_hash(key)

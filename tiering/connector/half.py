@@ -92,8 +92,6 @@ class SchedulerHalf(ABC, Generic[State]):
         """Blocks that the first match of a request probed and that the primary tier did not hold."""
         self._warn_policy = LimitedWarning(logger, clock)
 
-    # --------------------------------------------------------------------------------------------------------- requests
-
     @counts_seconds
     def on_new_request(self, request: EngineRequest) -> None:
         """Register a request; later calls for the same request change nothing."""
@@ -211,8 +209,6 @@ class SchedulerHalf(ABC, Generic[State]):
 
     request_finished_all_groups = request_finished
 
-    # ------------------------------------------------------------------------------------------------------------- rest
-
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call, in an order that a consumer can apply."""
         return self._take_events() if self._publishes_events else []
@@ -269,8 +265,6 @@ class SchedulerHalf(ABC, Generic[State]):
         self._counters.snapshots_restored = self.events.restored
         self._counters.requests_active = len(self.states)
         return report(self._held.get_stats(), self._counters, self._missed_blocks)
-
-    # -------------------------------------------------------------------------------------------------------- internals
 
     @abstractmethod
     def _new_state(self, request: EngineRequest, policy: RequestPolicy, ctx: ReqContext) -> State:

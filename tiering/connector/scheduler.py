@@ -133,8 +133,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         self._step, self._new_epochs = 0, self.manager.new_epochs
         self._is_shut_down = False
 
-    # --------------------------------------------------------------------------------------------------------- requests
-
     def bind_gpu_block_pool(self, gpu_block_pool: EngineBlockPool) -> None:
         """Set the engine's own block pool, which shows the blocks that the engine's cache holds.
 
@@ -211,8 +209,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         if self._spec.promotes_waiting:
             for keys in filter(None, own):
                 self.manager.promote_early(keys, state.ctx)
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return the step's loads and stores, and the jobs that must end before the step.
@@ -307,8 +303,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
     def _process(self, output: ConnectorOutput) -> None:
         self._completions.process(output)
 
-    # ------------------------------------------------------------------------------------------------------------- rest
-
     def await_answer(self, request: EngineRequest, computed: int, seconds: float) -> tuple[int | None, bool]:
         return self._waits.within_step(request, computed, seconds)
 
@@ -376,8 +370,6 @@ class OffloadingConnectorScheduler(SchedulerHalf[RequestState]):
         finally:
             if recorder is not None and recording is not None:
                 recorder.join(max(0.0, start + recording.shutdown_deadline - time.monotonic()))
-
-    # -------------------------------------------------------------------------------------------------------- internals
 
     def _forget_held(self) -> None:
         """Forget all held blocks, which the manager has just dropped; see :meth:`reset_cache`."""

@@ -196,8 +196,6 @@ class SuspectBlocks:
             self._trust(table[invalid_from // size : end // size])
         return end if self.first_token(self._behind(tables, end), self) is not None else None
 
-    # -------------------------------------------------------------------------------------------------------- internals
-
     def _forget(self, step: int) -> None:
         given_up = self._given_up
         while given_up and given_up[0][0] < step - STEPS_IN_FLIGHT:

@@ -158,8 +158,6 @@ class WorkerHalf:
         for job_id in self.copies.transfer_all_async(transfers):
             self._unstarted.append(TransferResult(job_id, success=False))
 
-    # ---------------------------------------------------------------------------------------------------------- reports
-
     def get_finished(self, finished_req_ids: Collection[ReqId], patience: float = 0.0) -> tuple[set[ReqId], set[ReqId]]:
         """Return the requests that have finished sending (always none) and those that have finished receiving.
 
@@ -269,8 +267,6 @@ class OffloadingConnectorWorker(WorkerHalf):
         self._started: OffloadingConnectorMetadata | None = None
         self._prepared: OffloadingConnectorMetadata | None = None
 
-    # ----------------------------------------------------------------------------------------------------- registration
-
     def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the engine's KV cache, once.
 
@@ -299,8 +295,6 @@ class OffloadingConnectorWorker(WorkerHalf):
             raise ConfigError("layout: canonical needs a KV-cache tensor for each layer; set layout: plain")
         groups = self._spec.engine.groups
         self._register(self._spec.get_handlers(canonicalize_cross_layers(kv_cache, groups, self._num_blocks)))
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start the stores of the previous step, and end the jobs whose blocks this step reuses.

@@ -157,8 +157,6 @@ class CudaCopyHandler(PlannedHandler):
                 "give the engine's KV cache less memory (vLLM: a lower --gpu-memory-utilization)"
             ) from error
 
-    # ------------------------------------------------------------------------------------------------------- submission
-
     def _start_all(self, orders: list[Order], kernels: Stream | None = None) -> list[int]:
         if self._direction is Direction.STORE and not self._layout.writes:
             self._instant += [
@@ -340,8 +338,6 @@ class CudaCopyHandler(PlannedHandler):
                 stream.synchronize()
             except RuntimeError as error:
                 logger.error("the device does not answer: %s", error)  # such a device copies nothing any more either
-
-    # ---------------------------------------------------------------------------------------------------------- results
 
     def get_finished(self) -> list[TransferResult]:
         results = self._take_instant()

@@ -191,8 +191,6 @@ class Opener:
         if self._closer.is_alive() and after is None:
             logger.error("tier %s: its store did not close in time; it closes when its I/O has ended", self._name)
 
-    # ------------------------------------------------------------------------------ a medium that only this tier writes
-
     def _walk(self, target: Target, goal: Goal, *, known: bool = True) -> Namespace:
         """Walk to the epoch of the medium; to that of ``target`` if there is none, or for a reset."""
         # A record of the older epoch that is being written must not come after the removal.
@@ -284,8 +282,6 @@ class Opener:
                 self._store.write_document(epoch_document(self._namespace), content.pack())
             self._document = content
 
-    # -------------------------------------------------------------------------------------------------- a shared medium
-
     def _enter_common(self, *, used: bool) -> Entered:
         """Enter the common epoch of all processes without a revision; the first process begins it."""
         found = self.history.look(opening=True, used=used)
@@ -302,8 +298,6 @@ class Opener:
                 self._tell_revision()
         except StoreError as error:
             logger.info("tier %s: the epochs that its medium knows cannot be listed: %s", self._name, error)
-
-    # ---------------------------------------------------------------------------------------------- both kinds of media
 
     def _tell_loss(self, document: str, *, missing: bool, known: bool) -> None:
         """Log that blocks which may be on the medium are foreign.

@@ -150,8 +150,6 @@ class SharedIndex(TierIndex):
         self._prefix = place_prefix
         self.place_of = partial(object_name, place_prefix)
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def lookup_prefix(self, keys: Sequence[OffloadKey], now: float) -> PrefixAnswer:
         held = 0
         if not keys or self._present.get(keys[0], 0.0) > now:
@@ -257,8 +255,6 @@ class SharedIndex(TierIndex):
         present, writing, place_of = self._present, self._writing, self.place_of
         return [key for key in keys if key not in present and (not writing or place_of(key) not in writing)]
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     def plan_store(self, keys: Sequence[OffloadKey], now: float) -> StorePlan:
         places = object_names(self._prefix, keys)
         self._drop_behind(keys, now)
@@ -347,8 +343,6 @@ class SharedIndex(TierIndex):
     def blocks(self) -> int:
         return len(self._present)
 
-    # ----------------------------------------------------------------------------------------------------------- tables
-
     def _forgive(self, now: float) -> None:
         """Forget the blocks that were refused long ago, and the oldest ones beyond the bound."""
         refused = self._refused
@@ -390,9 +384,6 @@ class SharedIndex(TierIndex):
     def _trim(self, table: OrderedDict[OffloadKey, float]) -> None:
         while len(table) > MAX_ENTRIES:
             table.popitem(last=False)
-
-
-# ---------------------------------------------------------------------------------------------------------- probes
 
 
 def held_prefix(ask: Callable[[Sequence[Place]], StoreProbe], probe: Probe, width: int = PROBE_WIDTH) -> int | None:

@@ -48,8 +48,6 @@ class SlotStates:
         """Bad slots that are still being read or written; retired when their I/O has ended."""
         self._borrowed: set[int] = set()
 
-    # ----------------------------------------------------------------------------------------- the content of the slots
-
     def add_free(self, slots: Rows) -> None:
         """Record that unseen ``slots`` are empty; the first is allocated first."""
         slots = slots[self.usable(slots)]
@@ -86,8 +84,6 @@ class SlotStates:
             self.foreign -= len(rows)
             count -= len(rows)
             self._table.add_free(rows)
-
-    # ---------------------------------------------------------------------------------------------------- retired slots
 
     @property
     def revoked(self) -> Collection[Place]:
@@ -164,8 +160,6 @@ class SlotStates:
         self.in_use += len(slots)
         return len(slots)
 
-    # ----------------------------------------------------------------------------------------------------------- trials
-
     def borrow(self, count: int) -> list[Place]:
         """Return free slots for a trial."""
         free = self._table.take_free(count).tolist()
@@ -182,8 +176,6 @@ class SlotStates:
         self._retired -= lost
         self._table.forget(np.array(sorted(lost), np.int64))
         self._restore(borrowed - lost - self.bad)
-
-    # --------------------------------------------------------------------------------- slots that leave after their I/O
 
     def fail(self, start: int, stop: int) -> list[OffloadKey]:
         """Fail the blocks in slots [start, stop), whose medium is gone or damaged, and return their keys.

@@ -102,8 +102,6 @@ class SlotIndex(TierIndex):
         """True while the medium prepares more slots: no block is evicted, and blocks without one are declined."""
         self._sequences: Sequences | None = None
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def lacking(self, keys: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey] | None:
         """Return those of ``keys`` that are not held.
 
@@ -149,8 +147,6 @@ class SlotIndex(TierIndex):
 
     def keep(self, kept: KeptBlocks, clock: Callable[[], float]) -> None:
         self._table.keep(kept, clock)
-
-    # ----------------------------------------------------------------------------------------------------------- stores
 
     @property
     def places_ready(self) -> float:
@@ -219,8 +215,6 @@ class SlotIndex(TierIndex):
         needed = max(min(excess, EVICT_AT_ONCE), missing)
         return table.evict(needed) if needed > 0 else []
 
-    # ------------------------------------------------------------------------------------------------------------ loads
-
     def begin_load(self, keys: Sequence[OffloadKey]) -> list[Place | None]:
         slots = self._table.rows_of(keys)
         known = [slot for slot in slots if slot is not None] if None in slots else slots
@@ -245,8 +239,6 @@ class SlotIndex(TierIndex):
         if self.states.leaving or self.states.condemned:
             self.states.end_io(places)
         return gone
-
-    # --------------------------------------------------------------------------------------------- content of the slots
 
     def clear(self) -> Sequence[Table]:
         return self._table.clear()
@@ -312,8 +304,6 @@ class SlotIndex(TierIndex):
         if self._sequences is not None:
             self._sequences[slots] = sequences
 
-    # -------------------------------------------------------------------------------------------- retired slots, trials
-
     def retire(self, places: Sequence[Place]) -> list[OffloadKey]:
         return self.states.retire(places)
 
@@ -336,8 +326,6 @@ class SlotIndex(TierIndex):
 
     def give_back(self) -> None:
         self.states.give_back()
-
-    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def slice(self, start: int, stop: int) -> SlotsSlice:
         """Return a copy of the records of slots [start, stop), at the cost of a few array copies."""

@@ -94,8 +94,6 @@ class TierJobs:
     def __len__(self) -> int:
         return sum(len(state.jobs) for state in self._states)
 
-    # ----------------------------------------------------------------------------------------------------------- submit
-
     def cascade(
         self,
         states: Iterable[TierState],
@@ -301,8 +299,6 @@ class TierJobs:
         except BaseException as error:
             self._tiers.fail_raising(state, submit, error)
 
-    # ---------------------------------------------------------------------------------------------------------- collect
-
     def collect(self) -> None:
         """Take the finished jobs of all tiers, and expire overdue promotions and reservations."""
         self.collected = True
@@ -418,8 +414,6 @@ class TierJobs:
             for job in state.jobs.values()
         )
 
-    # --------------------------------------------------------------------------------------------------- awaited blocks
-
     def await_others(self, request: Request, keys: Sequence[OffloadKey], own: Sequence[OffloadKey]) -> None:
         """Note the blocks that ``request`` needs and other requests are writing.
 
@@ -460,8 +454,6 @@ class TierJobs:
             if request.finished:
                 decided.append(request)
         return decided
-
-    # ------------------------------------------------------------------------------------------------------------- uses
 
     def note_refilled(self, rows: Rows) -> None:
         """Note that ``rows`` have new blocks, so that the next use of these blocks is reported to the tiers."""

@@ -42,8 +42,6 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
     lookup finds only what the primary tier holds, and its store has no blocks to store.
     """
 
-    # --------------------------------------------------------------------------------------------------------- requests
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._enter()
         known = self._known.get(req_context.req_id)
@@ -87,8 +85,6 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
             self._rest.until = None
             row_bytes = (self.primary_tier.get_kv_memoryview().shape or (0, 1))[1]
             self._early.prefetch(keys, tenant, bytes_per_second / row_bytes, after, has_holes=has_holes)
-
-    # ------------------------------------------------------------------------------------------------------------- step
 
     def on_schedule_end(self) -> None:
         if get_ident() != self._owner.ident:
@@ -219,8 +215,6 @@ class TieringOffloadingManager(ManagerLookups, ManagerStores):
         self._owner.claim()
         self._stats.inherited_blocks += blocks
         self.news.announce()
-
-    # -------------------------------------------------------------------------------------------- open, reset, shutdown
 
     def open_tier(self, rank: int, deadline: float) -> bool:
         """Open a secondary tier, and return True if the tier is in service.

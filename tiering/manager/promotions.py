@@ -112,8 +112,6 @@ class Promotions:
         self.rows_promoting = 0
         """Rows of queued and running promotions, failed ones left out."""
 
-    # -------------------------------------------------------------------------------------------------------------- ask
-
     def join(self, request: Request, keys: Sequence[OffloadKey]) -> None:
         """Add ``request`` to the promotions of ``keys``, which are pending in the primary table.
 
@@ -278,8 +276,6 @@ class Promotions:
         state.begin_load(len(chosen), self._clock())
         return len(keys)
 
-    # --------------------------------------------------------------------------------------------------------- run, end
-
     @property
     def queued(self) -> bool:
         """True if promotions wait for the end of the step."""
@@ -384,8 +380,6 @@ class Promotions:
             for request, its_keys in wanted.items():
                 self.reservations.reserve(request, its_keys, as_rows([row_of[key] for key in its_keys]))
                 request.brought.update(dict.fromkeys(its_keys, rank))
-
-    # ------------------------------------------------------------------------------------------------ deadlines, resets
 
     def expire(self, now: float) -> None:
         """Fail running promotions that are overdue at ``now``, and end the waits for rows that are over."""

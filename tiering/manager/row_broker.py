@@ -111,8 +111,6 @@ class RowBroker:
         if 0.0 <= seconds < LONGEST_STEP:
             self.longest_step = max(seconds, (1 - FADING) * self.longest_step)
 
-    # ------------------------------------------------------------------------------------------------------ queued rows
-
     def hold(self, state: TierState, rows: Rows) -> None:
         """Hold ``rows`` of blocks that have just been queued for a tier, but for those that another tier has."""
         now = self._clock()
@@ -176,8 +174,6 @@ class RowBroker:
         if keys:
             self._stats.queued_evicted += len(keys)
             self._tiers.report_unstored(state, keys)
-
-    # ---------------------------------------------------------------------------------------------------------- victims
 
     def refuses(self, request: Request, keys: Sequence[OffloadKey]) -> bool:
         """Return True if a store of ``keys`` is to wait, because too many rows wait for its fastest tier.

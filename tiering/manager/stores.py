@@ -132,8 +132,6 @@ class ManagerStores(ManagerExclusive):
         for request in self._jobs.cascade_awaited():
             self._close_if_done(request)
 
-    # --------------------------------------------------------------------------------------------------------- unstored
-
     def keep_unstored(self) -> None:
         """Keep the blocks that tiers do not take for :meth:`take_unstored`, which is called in every step."""
         self._owner.check()

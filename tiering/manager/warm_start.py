@@ -135,8 +135,6 @@ class WarmStart:
         """Keys that arrived, hottest first."""
         self._is_over = False
 
-    # ---------------------------------------------------------------------------------------------------------- publish
-
     def used(self, keys: tuple[OffloadKey, ...], request: Request | None) -> None:
         """Record that a request used a prefix; left out if the request may not store it in all tiers."""
         if not keys or request is None or not request.policy.store or request.policy.tiers is not None:
@@ -152,8 +150,6 @@ class WarmStart:
         for state in self._states:
             if chains and state.in_service and state.traits.hot_keys is not None:
                 self._tiers.call(state, state.traits.hot_keys.publish, chains)
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     @property
     def steps_idle(self) -> bool:

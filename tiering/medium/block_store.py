@@ -152,8 +152,6 @@ class BlockStore(ABC):
     def traits(self) -> StoreTraits:
         """Fixed properties of the store; most stores declare them as a class attribute."""
 
-    # ---------------------------------------------------------------------------------------------------- life cycle
-
     def open(self) -> None:
         """Make the medium ready.
 
@@ -169,8 +167,6 @@ class BlockStore(ABC):
 
         No other call is running. May be called twice, and without :meth:`open`.
         """
-
-    # ---------------------------------------------------------------------------------------------------------- data
 
     @abstractmethod
     def put_one(self, block: BlockIO) -> None:
@@ -272,8 +268,6 @@ class BlockStore(ABC):
         if not found.proven or not found.version:
             return Settlement.LEFT
         return Settlement.DELETED if self.delete_version(place, found.version) else Settlement.REPLACED
-
-    # --------------------------------------------------------------------------------------------- small documents
 
     def read_document(self, name: str) -> bytes | None:
         """Return a small document stored beside the blocks; None if there is no such document.

@@ -164,8 +164,6 @@ class Pipeline:
                 release_frames(outcome)
         return outcomes
 
-    # ------------------------------------------------------------------------------------------------------------ store
-
     def _put(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         if self._compress and self._traits.alignment == 1:
             return self._store_compressed(job, positions, rows, sizes)
@@ -225,8 +223,6 @@ class Pipeline:
                 blocks.append(BlockIO(key, job.places[positions[at]], header, payload, job.deadline))
             outcomes += self._store.put(blocks)
         return outcomes
-
-    # ------------------------------------------------------------------------------------------------------------- load
 
     def _get(self, job: TransferJob, positions: Sequence[int], rows: list[int], sizes: list[int]) -> list[Outcome]:
         memory, stride, alignment = self._memory, self._stride, self._traits.alignment

@@ -177,8 +177,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         return self._view
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if key in self.readable:
             return True
@@ -198,8 +196,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         (self.touch_readable if used else self.refresh_readable)(keys)
-
-    # ------------------------------------------------------------------------------------------------------------- load
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         rows, _, pinned = self.claim_load(keys, req_context.req_id)
@@ -243,8 +239,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def complete_read(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Unpin the keys of a :meth:`prepare_read`."""
         self.complete_load(keys, req_context)
-
-    # ------------------------------------------------------------------------------------------------------------ store
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
@@ -407,8 +401,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         keys: list[OffloadKey | None] = self._table.keys[rows].tolist()
         return keys
 
-    # --------------------------------------------------------------------------------------------------------- the rest
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
@@ -437,8 +429,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if self._region is not None:
             self._region.close()
-
-    # ---------------------------------------------------------------------------------------------------------- details
 
     def _pin_held(self, keys: Sequence[OffloadKey]) -> Rows:
         held = dict.fromkeys(row for row in self._table.rows_of(keys) if row is not None)  # distinct rows

@@ -195,8 +195,6 @@ class Replay:
             manager.on_schedule_end()
         return clock.now - begun
 
-    # ----------------------------------------------------------------------------------------------------------- events
-
     def _run_until(self, end: float) -> None:
         """Process the events before ``end``; those of one moment are one step of the engine."""
         events, clock = self._events, self._clock
@@ -389,8 +387,6 @@ class Replay:
     def _released(self, running: _Running) -> list[OffloadKey]:
         """Return the blocks of the sessions that a request ends."""
         return [key for session in running.hints.released for key in self._sessions.release(session)]
-
-    # ---------------------------------------------------------------------------------------------------------- results
 
     def _result(self, seconds: float) -> ReplayResult:
         trace_seconds = self._last

@@ -113,8 +113,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
         self._need_drain = False
         self._warn = LimitedWarning(logger, time.monotonic)
 
-    # --------------------------------------------------------------------------------------------------------- requests
-
     def bind_gpu_block_pool(self, gpu_block_pool: GPUBlockPool) -> None:
         """Set the engine's own block pool; no block is stored or loaded before this call."""
         self._gpu = gpu_block_pool
@@ -191,8 +189,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             self.ordered += self._take_request(state, gpu, is_last=True)
             self.eager.leave_over(state)
         self.eager.forget(state)
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     @counts_seconds
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> SimpleCPUOffloadMetadata:
@@ -276,8 +272,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
             for store in self._stores.take_done(report):
                 self._store_ended(store)
 
-    # ------------------------------------------------------------------------------------------------------------- rest
-
     def has_pending_work(self) -> bool:
         """Return True while copies are in flight: the engine must keep stepping, or they are never collected."""
         return bool(self._stores or self.ordered or self._loads or self._within_step)
@@ -329,8 +323,6 @@ class SimpleCPUOffloadScheduler(SchedulerHalf[SimpleRequestState]):
 
     def shutdown(self) -> None:
         """Do nothing: the workers own the memory."""
-
-    # -------------------------------------------------------------------------------------------------------- internals
 
     def _copies(self) -> Iterable[Load | StepCopy]:
         """Return all copies that have not ended and that the workers may have received."""

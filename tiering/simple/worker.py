@@ -54,8 +54,6 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         self._started: SimpleCPUOffloadMetadata | None = None
         self._prepared = NO_EVENT
 
-    # ----------------------------------------------------------------------------------------------------- registration
-
     def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the engine's KV cache and allocate the CPU memory; called once.
 
@@ -100,8 +98,6 @@ class SimpleCPUOffloadWorker(WorkerHalf):
         region = self._region
         preparation = region.preparation if region is not None and region.in_background else None
         yield from make_handlers(kv_caches, rows, layout, preparation=preparation)
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     def handle_preemptions(self, metadata: SimpleCPUOffloadMetadata) -> None:
         """Wait for running stores after a preemption, so that their blocks come back before the step begins.

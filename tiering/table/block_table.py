@@ -120,8 +120,6 @@ class BlockTable:
         self._many_pins = _FEW_PINS
         self._quarantined: set[int] = set()
 
-    # ---------------------------------------------------------------------------------------------------------- writing
-
     @property
     def free(self) -> int:
         """Number of free rows."""
@@ -348,8 +346,6 @@ class BlockTable:
         self.keys[rows] = None
         self.free_rows.add(rows)
 
-    # ---------------------------------------------------------------------------------------------------------- reading
-
     def pin(self, rows: Rows) -> None:
         """Add one reader to each of ``rows``, which are readable and distinct."""
         refs = self.refs[rows]
@@ -423,8 +419,6 @@ class BlockTable:
         if readable.disjoint(keys) and (not pending or pending.keys().isdisjoint(keys)):
             return list(keys)
         return [key for key in keys if key not in readable and key not in pending]
-
-    # ---------------------------------------------------------------------------------------------------------- leaving
 
     def drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """Drop lost blocks. Their keys are unknown at once.

@@ -72,8 +72,6 @@ class FreeRows:
             free[ahead - start :] |= (refs[ahead - start :] == 0) & ~self._inserted[ahead:stop]
         return free
 
-    # ----------------------------------------------------------------------------------------------------- to and fro
-
     def take(self, count: int) -> Rows:
         """Reserve ``count`` free rows; there are as many. The caller sets their reference counts."""
         if count > self._listed or self._withdrawn:
@@ -134,8 +132,6 @@ class FreeRows:
         self._unswept -= len(free) - len(listed)
         self._refs[free] = UNSEEN
         return len(free)
-
-    # ---------------------------------------------------------------------------------------------------------- sweep
 
     def begin_sweep(self, free: int) -> None:
         """Empty the list, and put all rows ahead of the sweep.

@@ -62,8 +62,6 @@ class KeyRows(Mapping[bytes, int]):
         self._create(len(taken))
         return taken
 
-    # --------------------------------------------------------------------------------------------------------- one key
-
     def __contains__(self, key: object) -> bool:
         one = self._one
         return key in (self._table_of(key) if one is None else one)  # type: ignore[arg-type]
@@ -81,8 +79,6 @@ class KeyRows(Mapping[bytes, int]):
 
     def __len__(self) -> int:
         return sum(map(len, self._different))
-
-    # ------------------------------------------------------------------------------------------------------- many keys
 
     def _tables_of(self, keys: Iterable[bytes]) -> Sequence[Keys]:
         """Return the dictionary of each key of a divided table."""

@@ -86,8 +86,6 @@ class ChaosLayer(StoreLayer):
         self._commands: dict[str, deque[Fault]] = {"put": deque(), "get": deque()}
         self._written: list[Place] = []
 
-    # --------------------------------------------------------------------------------------------------------- commands
-
     def inject(self, fault: Fault, *, puts: int = 0, gets: int = 0) -> None:
         """Inject ``fault`` into the next ``puts`` puts and the next ``gets`` gets of blocks."""
         with self._lock:
@@ -104,8 +102,6 @@ class ChaosLayer(StoreLayer):
     def release(self) -> None:
         """Let all hanging calls continue, now and in future."""
         self._released.set()
-
-    # ------------------------------------------------------------------------------------------------------------- data
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return [self._outcome(self._put, "put", block) for block in blocks]
@@ -170,8 +166,6 @@ class ChaosLayer(StoreLayer):
             if fault is Fault.TORN:
                 raise TemporaryStoreError("injected: reset in the middle of a read")
         return outcome
-
-    # --------------------------------------------------------------------------------------------------- random choices
 
     def _choose(self, operation: str, key: bytes) -> tuple[Fault | None, int]:
         with self._lock:

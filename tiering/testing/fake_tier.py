@@ -139,8 +139,6 @@ class FakeTier(TierIntake, SecondaryTierManager):
         for job in [*self.loads, *self.stores]:
             self.finish(job)
 
-    # --------------------------------------------------------------------------------------------- contract of the tier
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self.asked.append(key)
         return None if key in self.unknown else key in self.held

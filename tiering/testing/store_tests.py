@@ -87,8 +87,6 @@ class BlockStoreTests(RawMedium):
         overridden = type(store).put is not BlockStore.put or type(store).get is not BlockStore.get
         assert store.traits.batches == overridden, "set `batches` in the traits exactly if put or get is overridden"
 
-    # ------------------------------------------------------------------------------------------------------------- data
-
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
     def test_a_block_comes_back_as_it_was_put(self, store: BlockStore, share: float) -> None:
         size = max(int(self.block_bytes * share) // store.traits.alignment, 1) * store.traits.alignment
@@ -187,8 +185,6 @@ class BlockStoreTests(RawMedium):
         assert store.put([]) == []
         assert store.get([]) == []
 
-    # ------------------------------------------------------------------------------------------------------ concurrency
-
     def test_many_threads_may_use_it_at_once(self, store: BlockStore) -> None:
         def round_trip(number: int) -> bool:
             put = block_to_put(store, self.place(number), self.block_bytes, number=number)
@@ -227,8 +223,6 @@ class BlockStoreTests(RawMedium):
                 stop.set()
             assert [reader.result() for reader in readers] == [[], []]
 
-    # ----------------------------------------------------------------------------------------------------- shared media
-
     def test_a_probe_tells_what_is_there(self, store: BlockStore) -> None:
         if not self.shared:
             pytest.skip("only shared media are probed")
@@ -243,8 +237,6 @@ class BlockStoreTests(RawMedium):
         store.put([block_to_put(store, self.place(n), self.block_bytes, number=n) for n in range(3)])
         store.delete([self.place(0), self.place(1), self.place(9)])
         assert [self.raw_read(self.place(n)) is not None for n in range(3)] == [False, False, True]
-
-    # -------------------------------------------------------------------------------------------------------- documents
 
     def test_a_document_that_was_never_written_is_none(self, store: BlockStore) -> None:
         assert store.read_document(DOCUMENT) is None
@@ -291,8 +283,6 @@ class BlockStoreTests(RawMedium):
         again.open()
         assert again.read_document(DOCUMENT) == b"kept"
         again.close()
-
-    # ------------------------------------------------------------------------------------------------------- life cycle
 
     def test_blocks_survive_the_store(self, store: BlockStore) -> None:
         if not self.persistent:

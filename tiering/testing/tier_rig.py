@@ -129,8 +129,6 @@ class TierRig:
         """Return the bytes of the block of ``key``."""
         return self.group_bytes[key[-1]]
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
-
     def submit_store(self, keys: Sequence[OffloadKey], first_row: int = 0) -> int:
         """Fill rows with the blocks of ``keys``, submit a store, and return the job's id."""
         rows = np.arange(first_row, first_row + len(keys))

@@ -52,8 +52,6 @@ class TierTests(RawMedium):
         yield rig
         rig.close()
 
-    # ------------------------------------------------------------------------------------------------------ round trips
-
     def test_blocks_come_back_byte_for_byte(self, rig: TierRig) -> None:
         keys = [*K[:8], key_of(1, group=1), key_of(2, group=1)]
         assert rig.store(keys) == keys
@@ -88,8 +86,6 @@ class TierTests(RawMedium):
         rig.results += rig.tier.get_finished()
         assert dict(rig.reports()) == dict.fromkeys([*stores, *loads], 1)
 
-    # --------------------------------------------------------------------------------------------- admission and credit
-
     def test_admission_names_positions_of_the_keys_and_leaves_them_as_they_are(self, rig: TierRig) -> None:
         keys = tuple(K[:8])
         admitted = rig.intake.admit(keys, REQUEST, False)
@@ -119,8 +115,6 @@ class TierTests(RawMedium):
         assert rig.lookup(K[:4]) == 0
         assert rig.intake.admit(tuple(K[:4]), REQUEST, False) in (None, [0, 1, 2, 3])
         assert rig.store(K[:4]) == K[:4]
-
-    # ------------------------------------------------------------------------------------ media altered behind its back
 
     def _loads_none_and_counts(self, rig: TierRig, keys: Sequence[OffloadKey]) -> None:
         before = rig.tier.get_stats()
@@ -178,8 +172,6 @@ class TierTests(RawMedium):
         self.raw_delete(place)
         assert rig.load(K[:5]) == K[:3]
         assert rig.lookup(K[:5]) == 3
-
-    # --------------------------------------------------------------------------------------------------- reset, restart
 
     def test_after_a_reset_nothing_stored_before_is_served(self, rig: TierRig) -> None:
         rig.store(K[:4])
@@ -266,8 +258,6 @@ class TierTests(RawMedium):
             assert again.load(keys) == keys
         finally:
             again.close()
-
-    # ---------------------------------------------------------------------------------------------------------- the end
 
     def test_shutdown_reports_what_was_in_flight_and_may_be_called_twice(self, rig: TierRig) -> None:
         jobs = [rig.submit_store(K[n : n + 4], first_row=n) for n in range(0, 16, 4)]

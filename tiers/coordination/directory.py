@@ -68,8 +68,6 @@ class Directory:
         self.medium = medium
         self.name = _name(medium, self.place_prefix)
 
-    # --------------------------------------------------------------------------------------------------------- commands
-
     def add(self, digests: Digests) -> tuple[Word, ...]:
         """Return the command that adds blocks; its reply is the directory's generation."""
         return self._run(scripts.ADD, digests, secrets.token_hex(8), scripts.LIFE_MS)
@@ -105,8 +103,6 @@ class Directory:
     def _run(self, script: str, *arguments: Word) -> tuple[Word, ...]:
         return ("EVALSHA", _SHAS[script], 1, self.name, *arguments)
 
-    # ---------------------------------------------------------------------------------------------------------- replies
-
     @staticmethod
     def flags(reply: object, count: int) -> list[bool]:
         """Return the flags of a reply.
@@ -117,8 +113,6 @@ class Directory:
         if not isinstance(reply, bytes) or len(reply) != count:
             raise TemporaryStoreError(f"coordination: the server answered with {str(reply)[:60]!r}, not {count} flags")
         return [flag == ord("1") for flag in reply]
-
-    # ------------------------------------------------------------------------------------------------------ round trips
 
     def answers(self, digests: Digests) -> tuple[bool, list[bool]]:
         """Look blocks up; return True if the directory is complete, and True for each block that it holds."""

@@ -111,9 +111,6 @@ def _engines(client: ValkeyClient, directories: Sequence[Directory]) -> Finding:
     return Finding(Severity.INFO, MACHINES, f"{engines} engines coordinate on this bucket here", compare)
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-
 def _probe_settings(client: ValkeyClient) -> Iterator[Finding]:
     try:
         facts = client.info()
@@ -171,9 +168,6 @@ def memory_findings(facts: dict[str, str]) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, MEMORY, text, remedy)
     else:
         yield Finding(Severity.OK, MEMORY, f"{used}, eviction {policy}")
-
-
-# ------------------------------------------------------------------------------------------------------------ commands
 
 
 def _probe_commands(client: ValkeyClient) -> Iterator[Finding]:

@@ -128,8 +128,6 @@ class LocalAdmin(TierAdmin):
             )
         return ""
 
-    # ----------------------------------------------------------------------------------------------------------- probes
-
     def check(self, block_bytes: int) -> Iterator[Finding]:
         if not Path(self.options.path).expanduser().is_absolute():
             text = (
@@ -185,8 +183,6 @@ class LocalAdmin(TierAdmin):
             with contextlib.suppress(OSError):
                 if self.clock() - left.lstat().st_mtime > SCRATCH_SECONDS and owner_of(left) is None:
                     shutil.rmtree(left, ignore_errors=True)
-
-    # --------------------------------------------------------------------------------------------------------- contents
 
     async def namespaces(self) -> list[KnownNamespace]:
         found = known_namespaces(await asyncio.to_thread(self._contents), ())
@@ -296,8 +292,6 @@ class LocalAdmin(TierAdmin):
         finally:
             self._files.close(fd)
         return found
-
-    # ---------------------------------------------------------------------------------------------------------- changes
 
     @contextlib.contextmanager
     def _owned(self, *, dry_run: bool = False) -> Iterator[None]:

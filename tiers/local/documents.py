@@ -44,8 +44,6 @@ class Documents:
         self._dropped_one = False
         """True if a segment was dropped for a document and no document has been written since."""
 
-    # ---------------------------------------------------------------------------------------------------- the directory
-
     def make(self) -> None:
         """Create the directory of documents and those above it, durably and for the owner only.
 
@@ -94,8 +92,6 @@ class Documents:
         moved = self._lock.moved() or self.moved()
         if moved is not None:
             raise TemporaryStoreError(f"{self._directory} {moved}")
-
-    # ---------------------------------------------------------------------------------------------------- the documents
 
     def read(self, name: str) -> bytes | None:
         """Return a document; None if there is none of this name."""

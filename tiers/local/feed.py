@@ -107,8 +107,6 @@ class RecoveryFeed(Chore):
         self._merge()
         return not self.active
 
-    # --------------------------------------------------------------------------------------------------------- fetching
-
     def _fetch(self) -> None:
         """Request the next batch, unless enough batches are waiting."""
         recovery = self._recovery
@@ -136,8 +134,6 @@ class RecoveryFeed(Chore):
         self._batches.append(batch)
         self._merge()
         self.start()
-
-    # ---------------------------------------------------------------------------------------------------------- merging
 
     def _merge(self) -> None:
         """Merge arrived batches for a few milliseconds."""

@@ -107,8 +107,6 @@ class NewSegments:
         self._lock = threading.Lock()
         self._unreserved = False
 
-    # ------------------------------------------------------------------------------------------------------------- room
-
     def strangers(self) -> list[Path]:
         """Return the files with names of segments that are not in use, such as those of another block size.
 
@@ -211,8 +209,6 @@ class NewSegments:
         for entry in entries_of(self._directory):
             if entry.name.endswith(FRESH) and not entry.is_dir(follow_symlinks=False):
                 self._files.unlink(Path(entry.path))
-
-    # ---------------------------------------------------------------------------------------------------- new segments
 
     def add(self, pace: SegmentPace, taken: Collection[int] = (), *, delete: bool = True) -> int | None:
         """Create one more segment and return its number; None if the capacity is used up.

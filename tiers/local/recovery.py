@@ -156,8 +156,6 @@ class _Recovery:
         self._stop = stop
         self._lines = RateLimit(_LOG_PERIOD, time.monotonic)
 
-    # ------------------------------------------------------------------------------------------------------- checkpoint
-
     def from_checkpoint(self, checkpoint: Checkpoint, marked: frozenset[int], changed: frozenset[int]) -> Recovery:
         there, clean = self._slots_mask(self._numbers), self._slots_mask({*self._numbers} - marked - changed)
         doubtful = checkpoint.written[_within(checkpoint.written, clean)].astype(np.int64)
@@ -204,8 +202,6 @@ class _Recovery:
     def _slots_of(self, number: int) -> Rows:
         per_segment = self._geometry.slots_per_segment
         return np.arange(number * per_segment, (number + 1) * per_segment)
-
-    # ------------------------------------------------------------------------------------------------------------- scan
 
     def scan_all(self) -> Recovery:
         """Yield all blocks, read from the headers of every segment.

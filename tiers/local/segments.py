@@ -154,8 +154,6 @@ class Segments:
         self._suspects: deque[tuple[int, int, int]] = deque()
         self._ledgers: dict[int, SyncLedger] = {}
 
-    # ------------------------------------------------------------------------------------------------------ descriptors
-
     @property
     def flags(self) -> int:
         """Flags with which segment files are opened."""
@@ -208,8 +206,6 @@ class Segments:
         """Close all descriptors. No call may be running."""
         while self._fds:
             self.files.close(self._fds.popitem()[1])
-
-    # ------------------------------------------------------------------------------------------------------------- data
 
     def write(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write ``buffers``, whole pages, one after another at ``offset``."""
@@ -316,8 +312,6 @@ class Segments:
             first = segment * self.geometry.slots_per_segment + offset // self.geometry.slot_bytes
             slots += range(first, first + -(-length // self.geometry.slot_bytes))
         return slots
-
-    # ------------------------------------------------------------------------------------------------ files on the disk
 
     def adopt(self) -> list[int]:
         """Take the complete segments within the capacity into use.

@@ -100,8 +100,6 @@ class LocalStore(BatchStore):
         self._parts: NewSegments | None = None
         """Parts of the open directory."""
 
-    # ------------------------------------------------------------------------------------------------------- life cycle
-
     @property
     def new_segments(self) -> NewSegments:
         """The creation of segments. Raises :class:`PermanentStoreError` unless the store is open."""
@@ -241,8 +239,6 @@ class LocalStore(BatchStore):
             parts.marks.close()
         self._lock.release()
 
-    # ------------------------------------------------------------------------------------------------------------- data
-
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         outcomes: list[Outcome] = [Done.DONE] * len(blocks)
         runs = self._runs(blocks, outcomes, self._blocks_per_write)
@@ -355,8 +351,6 @@ class LocalStore(BatchStore):
             # A shorter block leaves a gap behind it.
             previous = place if length == row_bytes else -2
         return runs
-
-    # -------------------------------------------------------------------------------------------------------- documents
 
     def read_document(self, name: str) -> bytes | None:
         return self._documents.read(name)

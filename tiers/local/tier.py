@@ -122,8 +122,6 @@ class LocalTier(BlockTier):
         """True while slots are unseen because their content is not known yet."""
         return self._feed.active
 
-    # ------------------------------------------------------------------------------------------------------------ hooks
-
     def open(self, deadline: float) -> bool:
         serving = super().open(deadline)
         if self._feed.active:
@@ -255,8 +253,6 @@ class LocalTier(BlockTier):
             self.store.directory,
             seconds,
         )
-
-    # ------------------------------------------------------------------------------------------------ another directory
 
     def _examine_between(self, inspection: Inspection) -> bool:
         """Examine an inspection by another task; return True if the directory is still the opened one."""

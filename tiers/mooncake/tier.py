@@ -88,15 +88,11 @@ class MooncakeStore(BatchStore):
     def __repr__(self) -> str:
         return f"MooncakeStore({self._options.location})"
 
-    # ---------------------------------------------------------------------------------------------------- life cycle
-
     def open(self) -> None:
         self._client.open()
 
     def close(self) -> None:
         self._client.close()
-
-    # ---------------------------------------------------------------------------------------------------------- data
 
     def put(self, blocks: Sequence[BlockIO]) -> list[Outcome]:
         return self._move(blocks, self._put)

@@ -56,8 +56,6 @@ class Cloud(ABC):
     def __init__(self, options: BucketOptions) -> None:
         self.options = options
 
-    # ---------------------------------------------------------------------------------------------------- data path
-
     @abstractmethod
     def prepare(self) -> None:
         """Look up the credentials from the start of their chain.
@@ -112,8 +110,6 @@ class Cloud(ABC):
         The default is False: a new client would send the same credentials.
         """
         return False
-
-    # ----------------------------------------------------------------------------------------------- administration
 
     def check_lifecycle(self, blocks: str, documents: str) -> str | None:
         """Return a problem of the bucket's rules for ``ttl``, as text; None if there is none.

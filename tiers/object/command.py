@@ -62,8 +62,6 @@ class ObjectAdmin(SharedAdmin):
         self._blocks = f"{self.options.prefix}{BLOCKS}"
         self._lease = CollectionLease(self._store, self.place)
 
-    # ----------------------------------------------------------------------------------------------------------- probes
-
     def check(self, block_bytes: int) -> Iterator[Finding]:
         yield from probe_bucket(self.options, block_bytes)
         if self.options.coordination is not None:
@@ -101,8 +99,6 @@ class ObjectAdmin(SharedAdmin):
         with self._translated(f"list {self.options.prefix}"):
             for objects in obstore.list(client, self.options.prefix.rstrip("/"), chunk_size=_CHUNK):
                 self._store.delete_objects([item["path"] for item in objects])
-
-    # --------------------------------------------------------------------------------------------------------- contents
 
     def document_ages(self) -> Mapping[str, float]:
         now = self.clock()
@@ -192,8 +188,6 @@ class ObjectAdmin(SharedAdmin):
             found = await obstore.get_async(self._store.requests.client, name)
             return memoryview(await found.bytes_async()).cast("B")
         return None
-
-    # ---------------------------------------------------------------------------------------------------------- changes
 
     async def remove(self, blocks: Sequence[StoredBlock]) -> None:
         self._lease.check()

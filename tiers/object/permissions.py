@@ -89,9 +89,6 @@ def _explained(cloud: Cloud, step: str, error: StoreError) -> tuple[str, str]:
     return text, fault.remedy or _REMEDIES.get(fault.cause, "")
 
 
-# -------------------------------------------------------------------------------------------------------- permissions
-
-
 @dataclass(frozen=True, slots=True)
 class _Permissions:
     """Probes what the credentials may do, on objects of their own."""
@@ -198,9 +195,6 @@ class _Permissions:
         except STORE_FAILURES:
             return False
         return True
-
-
-# ------------------------------------------------------------------------------------------------------------ settings
 
 
 def _probe_environment(options: BucketOptions) -> Iterator[Finding]:

@@ -110,8 +110,6 @@ class ObjectStore(BlockStore):
     def __repr__(self) -> str:
         return f"ObjectStore({self._options.location})"
 
-    # ---------------------------------------------------------------------------------------------------- life cycle
-
     def open(self) -> None:
         """Look up credentials and send the bucket one cheap request.
 
@@ -139,8 +137,6 @@ class ObjectStore(BlockStore):
         self.requests.use(None)
         self._probers.stop()
         self._cloud.close()
-
-    # ---------------------------------------------------------------------------------------------------------- data
 
     def put_one(self, block: BlockIO) -> None:
         name = self._name(block.place)
@@ -244,8 +240,6 @@ class ObjectStore(BlockStore):
                 look(at_hand)
         return StoreProbe(tuple(answers))
 
-    # --------------------------------------------------------------------------------------------- small documents
-
     def read_document(self, name: str) -> bytes | None:
         found = self.read_version(name)
         return None if found is None else found.content
@@ -335,8 +329,6 @@ class ObjectStore(BlockStore):
             for item in objects
         }
 
-    # ---------------------------------------------------------------------------------------------- many at a time
-
     def list_places(self, place_prefix: str) -> Iterator[Sequence[Place]]:
         """Yield the places of the blocks below ``place_prefix``, up to 1,000 at a time.
 
@@ -369,8 +361,6 @@ class ObjectStore(BlockStore):
         """
         for start in range(0, len(names), self._cloud.bulk):
             self._delete_batch(list(names[start : start + self._cloud.bulk]))
-
-    # --------------------------------------------------------------------------------------------------------- inner
 
     def _check_lifecycle(self) -> None:
         """Warn once if ``ttl`` is not enforced by the bucket. Blocks that stay too long are no outage."""

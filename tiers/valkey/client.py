@@ -204,8 +204,6 @@ class ValkeyClient:
         """Close all connections; calls under way fail. A later call connects again."""
         self._pool.disconnect()
 
-    # -------------------------------------------------------------------------------------------------------- commands
-
     def call(self, *words: Word) -> Any:
         """Run one command, and return its reply."""
         return self.replies([words])[0]
@@ -310,8 +308,6 @@ class ValkeyClient:
                 pubsub.close()
                 raise
         return Subscription(self, pubsub)
-
-    # ---------------------------------------------------------------------------------------------------------- inner
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:

@@ -164,15 +164,11 @@ class ValkeyStore(BlockStore):
             ca_file=options.ca_file,
         )
 
-    # ---------------------------------------------------------------------------------------------------- life cycle
-
     def open(self) -> None:
         self.client.call("EXISTS", self._documents)
 
     def close(self) -> None:
         self.client.close()
-
-    # ---------------------------------------------------------------------------------------------------------- data
 
     def put_one(self, block: BlockIO) -> None:
         name = self.name(block.place)
@@ -221,8 +217,6 @@ class ValkeyStore(BlockStore):
 
         return self.client.unlink_if(self.name(place), limit, matches)
 
-    # --------------------------------------------------------------------------------------------- small documents
-
     def read_document(self, name: str) -> bytes | None:
         if name.startswith(_EXPIRING):
             # A hash would keep the documents of all engines that there ever were.
@@ -253,8 +247,6 @@ class ValkeyStore(BlockStore):
             self.client.call("UNLINK", self._leases + name)
         else:
             self.client.call("HDEL", self._documents, name)
-
-    # -------------------------------------------------------------------------------------------------- many at a time
 
     def places(self, place_prefix: str = "") -> Iterator[str]:
         """Yield the places that start with ``place_prefix``, in no order, some perhaps twice.
@@ -311,8 +303,6 @@ class ValkeyAdmin(SharedAdmin):
     def __init__(self, options: ValkeyOptions) -> None:
         super().__init__(options, ValkeyStore(options))
 
-    # ----------------------------------------------------------------------------------------------------------- probes
-
     def check(self, block_bytes: int) -> Iterator[Finding]:
         began = time.monotonic()
         try:
@@ -353,8 +343,6 @@ class ValkeyAdmin(SharedAdmin):
             for name in list(self._store.scan(f"{options.prefix}/")):
                 self._store.client.call("UNLINK", name)
             self.close()
-
-    # ----------------------------------------------------------------------------------------------------------- blocks
 
     async def blocks(self, after: str = "") -> AsyncIterator[StoredBlock]:
         places = sorted({place for place in await asyncio.to_thread(list, self._store.places()) if place > after})

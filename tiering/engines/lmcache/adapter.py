@@ -85,8 +85,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
             self.close()
             raise
 
-    # ----------------------------------------------------------------------------------------------------------- events
-
     def get_store_event_fd(self) -> int:
         return self._stores.descriptor
 
@@ -95,8 +93,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
 
     def get_load_event_fd(self) -> int:
         return self._loads.descriptor
-
-    # ----------------------------------------------------------------------------------------------------------- stores
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         work = partial(self._store, list(keys), list(objects), self._due())
@@ -136,8 +132,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         if run:
             yield run
 
-    # ---------------------------------------------------------------------------------------------------------- lookups
-
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
         work = partial(self._look_up, list(keys), dict(group_layout_descs), self._due())
         return self._lookups.submit(work, Bitmap(len(keys)))
@@ -166,8 +160,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
                 found.set(position)
         return found
 
-    # ------------------------------------------------------------------------------------------------------------ loads
-
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         work = partial(self._load, list(keys), list(objects), self._due())
         return self._loads.submit(work, Bitmap(len(keys)))
@@ -186,8 +178,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
         self._counts["loaded"] += len(done)
         self._counts["missed"] += len(keys) - len(done)
         return found
-
-    # -------------------------------------------------------------------------------------------------------- deletions
 
     def delete(self, keys: Sequence[Any]) -> None:
         """Hide objects from this process until they are stored again.
@@ -209,8 +199,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
             method([key for key, _ in objects], [nbytes for _, nbytes in objects])
         except Exception:
             logger.exception("a listener of LMCache failed")
-
-    # ------------------------------------------------------------------------------------------------------------- life
 
     def report_status(self) -> dict[str, Any]:
         """Return whether the tiers are in service, and what the tasks did."""
@@ -234,8 +222,6 @@ class KVTieringAdapter(L2AdapterInterface):  # type: ignore[misc]
     def _due(self) -> float:
         """Return the time by which a task that is submitted now ends."""
         return 0.0 if (exchange := self._exchange) is None else exchange.due()
-
-    # ------------------------------------------------------------------------------------------------------------ moves
 
     def _buffers(self, keys: Sequence[Any], objects: Sequence[Any]) -> Iterator[Buffer]:
         """Yield the objects of a task that can be copied, each key once."""

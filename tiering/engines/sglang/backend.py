@@ -76,8 +76,6 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         tiers = self._stack.secondary
         return self._stack.machine is not None or any(tier_definition(t.type).distance == "network" for t in tiers)
 
-    # ------------------------------------------------------------------------------------------------------------- life
-
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Add a host pool. If the stack is open already, it is closed and opened again with the further pool."""
         self.registered_pools[host_pool_name] = host_pool
@@ -153,8 +151,6 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
             for name in hashes
         ]
 
-    # ----------------------------------------------------------------------------------------------------- pages of KV
-
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
@@ -184,8 +180,6 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store whole pages, and return True if all are stored."""
         return all(self._move_whole(keys, values or [None] * len(keys), load=False))
-
-    # ----------------------------------------------------------------------------------------------- pages of all pools
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Return how many leading pages can be restored together with what the other pools need there."""
@@ -229,8 +223,6 @@ class KVTieringStorage(HiCacheStorage):  # type: ignore[misc]
         if group < 1 or not keys:
             return 0
         return int(_leading(self._held(transfer.name, keys, due)) // group * transfer.block_pages)
-
-    # ------------------------------------------------------------------------------------------------------------ moves
 
     def _due(self) -> float:
         """Return the time by which a call that begins now ends."""

@@ -154,8 +154,6 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         if sources is not None and remote != {False}:
             self.cache_hit_source = sources.EXTERNAL_UNSPECIFIED  # vLLM has no source for object stores
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def on_new_request(self, req_context: Any) -> Any:
         self._answers[req_context.req_id] = self._thread.begin(context_of(req_context))
         return base.RequestOffloadingContext()
@@ -190,8 +188,6 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
         self._reset_in.discard(req_context.req_id)
         if self._answers.pop(req_context.req_id, None) is not None:
             self._thread.finish(context_of(req_context))
-
-    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def submit_store(self, job_metadata: Any) -> None:
         if job_metadata.req_context.req_id in self._reset_in:
@@ -238,8 +234,6 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
     def _stop_identification(self) -> None:
         if self._identification is not None:
             self._identification.stop()
-
-    # ------------------------------------------------------------------------------------------------- events, counters
 
     def take_events(self) -> Iterable[Any]:
         return [

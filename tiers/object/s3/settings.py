@@ -123,9 +123,6 @@ def _lifecycle_finding(options: S3Words, problem: str | None) -> Finding:
     return Finding(Severity.WARNING, "lifecycle", text, remedy or "allow reading the lifecycle rules")
 
 
-# ----------------------------------------------------------------------------------------------------- lifecycle rules
-
-
 def make_client(options: S3Words, credentials: CredentialSource) -> Any:
     """Return a boto3 S3 client for administration.
 
