@@ -291,7 +291,6 @@ STARTERS = {
     "tiering/primary/memory/preparation.py": "the start of an engine, whose first steps the thread may outlast",
     "tiering/copy/host.py": "the start of an engine; its threads all start there",
     "tiering/engines/vllm/weights.py": "the start of an engine",
-    "tiering/engines/lmcache/lanes.py": "the start of an adapter of LMCache; the threads end with it",
     "tiering/engines/mailbox.py": "the start of an engine; the thread ends with it",
     "tiering/config/io_process.py": "the start of an engine; the thread ends with the tiers",
     "tiering/machine/link.py": "the start of an engine; the thread ends with it",

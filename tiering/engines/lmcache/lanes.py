@@ -10,10 +10,10 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from tiering.errors import TierUnavailableError
+from tiering.runtime.pool import LONGEST_START, ThreadPool
 
 logger = logging.getLogger("kv_tiering.lmcache")
 
@@ -36,7 +36,7 @@ class Notifier(Protocol):
 class TaskLane(Generic[R]):
     """The tasks of one kind.
 
-    Any thread may call all methods. Only :meth:`close` waits.
+    Any thread may call all methods. Only :meth:`start` and :meth:`close` wait.
 
     Args:
         name: kind of the tasks, part of the threads' names.
@@ -46,13 +46,11 @@ class TaskLane(Generic[R]):
 
     def __init__(self, name: str, threads: int, notifier: Notifier) -> None:
         self._notifier = notifier
-        self._queue: SimpleQueue[tuple[Callable[[], object], Callable[[Any], None]] | None] = SimpleQueue()
+        self._threads = ThreadPool(f"kv-tiering-{name}", threads)
         self._lock = threading.Lock()
         self._results: dict[int, R] = {}
         self._numbers = itertools.count()
         self._closed = False
-        names = [f"kv-tiering-{name}-{number}" for number in range(threads)]
-        self._threads = [threading.Thread(target=self._run, name=each, daemon=True) for each in names]
         self.descriptor = notifier.fileno()
         """The file descriptor that is readable once a task has ended."""
 
@@ -62,11 +60,11 @@ class TaskLane(Generic[R]):
         Raises:
             TierUnavailableError: a thread cannot be started.
         """
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError as error:
-            raise TierUnavailableError(f"LMCache's adapter: {error}; raise the limit on threads") from error
+        if not self._threads.start(LONGEST_START):
+            reason = self._threads.shortage or f"they did not start within {LONGEST_START:g} s"
+            raise TierUnavailableError(
+                f"LMCache's adapter: threads {self._threads.name}: {reason}; raise the limit on threads"
+            )
 
     def submit(self, work: Callable[[], R], failed: R) -> int:
         """Queue a task, and return its number.
@@ -77,19 +75,20 @@ class TaskLane(Generic[R]):
         """
         number = next(self._numbers)
 
-        def done() -> R:
+        def run() -> None:
             try:
-                return work()
+                result = work()
             except Exception:
                 logger.exception("a task of LMCache failed")
-                return failed
+                result = failed
+            self._ended(number, result)
 
-        self._queue.put((done, lambda result: self._ended(number, result)))
+        self._threads.run(run, lambda _: self._ended(number, failed))
         return number
 
     def post(self, work: Callable[[], object]) -> None:
         """Queue work without a result."""
-        self._queue.put((work, lambda _: None))
+        self._threads.run(work, lambda _: None)
 
     def take(self, number: int) -> R | None:
         """Return a task's result once; None if it has not ended, or was taken."""
@@ -106,15 +105,11 @@ class TaskLane(Generic[R]):
         """End the threads behind the tasks that are queued, and close the descriptor. May be called twice.
 
         Args:
-            patience: seconds for which each thread is waited for.
+            patience: seconds for which the threads are waited for.
         """
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(patience)
-            if thread.is_alive():
-                logger.error("the thread %s did not end within %g s", thread.name, patience)
+        self._threads.stop()
+        if not self._threads.join(patience):
+            logger.error("the threads %s did not end within %g s", self._threads.name, patience)
         with self._lock:
             self._closed = True
             self._notifier.close()
@@ -124,11 +119,3 @@ class TaskLane(Generic[R]):
             if not self._closed:  # the number of a closed descriptor may belong to another file
                 self._results[number] = result
                 self._notifier.notify()
-
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            work, ended = entry
-            try:
-                ended(work())
-            except Exception:
-                logger.exception("%s failed", threading.current_thread().name)
