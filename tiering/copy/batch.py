@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-logger = logging.getLogger("kv_tiering.copy")
+from tiering.copy.cudart import driver_function
 
 Addresses = NDArray[np.uint64]
 """Addresses or sizes in bytes, one per copy."""
@@ -91,16 +89,8 @@ def find_batch_copy(load: Callable[[str], Any] = ctypes.CDLL) -> BatchCopy | Non
     Args:
         load: loads a shared library by name.
     """
-    if torch.version.hip is not None:
-        return None
-    try:
-        driver = load("libcuda.so.1")
-    except OSError as error:
-        logger.debug("no batched copies: %s", error)
-        return None
     for name, reports_index in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
-        function = getattr(driver, name, None)
-        if function is not None:
+        if (function := driver_function(name, load)) is not None:
             function.restype = ctypes.c_int
             return BatchCopy(function, reports_index)
     return None

@@ -32,6 +32,22 @@ def device_properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def driver_function(name: str, load: Callable[[str], Any] = ctypes.CDLL) -> Any:
+    """Return a function of CUDA's driver; None if the driver lacks it, or is another one (ROCm, none).
+
+    Args:
+        name: name of the function.
+        load: loads a shared library by name.
+    """
+    if torch.version.hip is not None:
+        return None
+    try:
+        return getattr(load("libcuda.so.1"), name)
+    except (OSError, AttributeError) as error:
+        logger.debug("copies go without %s: %s", name, error)
+        return None
+
+
 def maps_registered_memory(device: torch.device, load: Callable[[str], Any] = ctypes.CDLL) -> bool:
     """Return True if kernels on ``device`` may use registered host memory by its addresses on the host.
 
@@ -39,17 +55,10 @@ def maps_registered_memory(device: torch.device, load: Callable[[str], Any] = ct
         device: a GPU whose context exists.
         load: loads a shared library by name.
     """
-    if torch.version.hip is not None:
+    ask, found = driver_function("cuDeviceGetAttribute", load), ctypes.c_int(0)
+    if ask is None or ask(ctypes.byref(found), _CAN_USE_HOST_POINTER, ctypes.c_int(device.index or 0)):
         return False
-    found = ctypes.c_int(0)
-    try:
-        code = load("libcuda.so.1").cuDeviceGetAttribute(
-            ctypes.byref(found), _CAN_USE_HOST_POINTER, ctypes.c_int(device.index or 0)
-        )
-    except (OSError, AttributeError) as error:
-        logger.debug("copies of small pages are staged: %s", error)
-        return False
-    return not code and bool(found.value)
+    return bool(found.value)
 
 
 def find_relaxation(load: Callable[[str], Any] = ctypes.CDLL) -> Callable[[], None] | None:
@@ -61,12 +70,8 @@ def find_relaxation(load: Callable[[str], Any] = ctypes.CDLL) -> Callable[[], No
     Args:
         load: loads a shared library by name.
     """
-    if torch.version.hip is not None:
-        return None
-    try:
-        exchange = load("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError) as error:
-        logger.debug("the rows are pinned before the engine starts: %s", error)
+    exchange = driver_function("cuThreadExchangeStreamCaptureMode", load)
+    if exchange is None:
         return None
 
     def relax() -> None:
