@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from tiering.api.namespace import ModelIdentity
+from tiering.engines.vllm.callers import variables_of
 from tiering.engines.vllm.weights import meaning, plain
 from tiering.primary.memory.region import MARK_BYTES
 
@@ -25,8 +26,6 @@ UNKNOWN = b"\xff" * MARK_BYTES
 """Mark of a worker whose model cannot be examined."""
 _DERIVED = frozenset({"architectures", "tie_word_embeddings"})
 """Words that vLLM sets in copies of parts of a configuration; KV does not depend on them."""
-_DEPTH = 12
-"""Number of callers whose local variables are examined."""
 
 
 def settings_mark(model: ModelIdentity, changes: Iterable[str] = ()) -> bytes:
@@ -63,13 +62,10 @@ def model_of(frame: FrameType | None) -> Any:
 
     vLLM gives a connector no other access to the model.
     """
-    for _ in range(_DEPTH):
-        if frame is None:
-            break
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+    for variables in variables_of(frame):
+        get_model = getattr(variables.get("self"), "get_model", None)
         if callable(get_model):
             return get_model()
-        frame = frame.f_back
     return None
 
 

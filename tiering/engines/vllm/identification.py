@@ -18,6 +18,7 @@ from typing import Any
 
 from tiering.api.namespace import ModelIdentity
 from tiering.engines.vllm.built import UNKNOWN, settings_mark
+from tiering.engines.vllm.callers import variables_of
 from tiering.engines.vllm.weights import Seen, draft_identity, files_seen, unproven, weights_identity
 from tiering.errors import ConfigError, PermanentStoreError, TemporaryStoreError
 from tiering.runtime.pool import ThreadPool
@@ -57,14 +58,11 @@ def note_files(caller: FrameType | None) -> None:
 
 def _configurations(frame: FrameType | None) -> Iterator[Any]:
     """Yield vLLM's configurations among the callers' local variables, the innermost first."""
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        for value in list(frame.f_locals.values()):
+    for variables in variables_of(frame, _DEPTH):
+        for value in list(variables.values()):
             own = _own_attributes(value)
             if "load_config" in own and isinstance(_own_attributes(own.get("model_config")).get("model"), str):
                 yield value
-        frame = frame.f_back
 
 
 def _own_attributes(value: object) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tiering.config.inline import NO_EVENTS
+from tiering.engines.vllm.callers import variables_of
 from tiering.engines.vllm.refusals import check_one_stage, check_parallel, check_role
 from tiering.errors import ConfigError, TieringError
 from tiering.simple.selection import simple_options
@@ -89,7 +90,7 @@ class LookupCheck:
 def _configs(frame: FrameType | None) -> Iterator[Any]:
     """Yield the distinct connector configurations among the callers' local variables, the innermost first."""
     before = None
-    for variables in _callers(frame):
+    for variables in variables_of(frame, _DEPTH):
         found = variables.get(_VARIABLE)
         if found is not None and found is not before:
             yield found
@@ -98,20 +99,11 @@ def _configs(frame: FrameType | None) -> Iterator[Any]:
 
 def _parallel_configs(frame: FrameType | None) -> Iterator[Any]:
     """Yield the configurations of parallelism of the callers that have a connector's configuration too."""
-    for variables in _callers(frame):
+    for variables in variables_of(frame, _DEPTH):
         owner = variables.get("self")
         parallel = getattr(owner, "parallel_config", None)
         if parallel is not None and hasattr(owner, _VARIABLE):
             yield parallel
-
-
-def _callers(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the local variables of the callers, the innermost first."""
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        yield frame.f_locals
-        frame = frame.f_back
 
 
 def _named_twice(config: Any) -> bool:

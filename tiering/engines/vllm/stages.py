@@ -16,10 +16,8 @@ from typing import Any
 
 from torch.distributed import all_gather_object
 
+from tiering.engines.vllm.callers import variables_of
 from tiering.errors import ConfigError
-
-_DEPTH = 12
-"""Number of callers whose local variables are examined."""
 
 
 def stages_of_worker(kv_cache_config: Any, parallel: Any, group_of_stages: Callable[[], Any]) -> tuple[Any, ...]:
@@ -82,13 +80,10 @@ def core_of(frame: FrameType | None) -> Any:
 
     vLLM gives a connector no other access to it.
     """
-    for _ in range(_DEPTH):
-        if frame is None:
-            break
-        core = frame.f_locals.get("self")
+    for variables in variables_of(frame):
+        core = variables.get("self")
         if callable(getattr(getattr(core, "model_executor", None), "collective_rpc", None)):
             return core
-        frame = frame.f_back
     return None
 
 

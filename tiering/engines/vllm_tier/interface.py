@@ -23,10 +23,8 @@ import numpy as np
 
 from tiering.api.manager import OffloadingEvent
 from tiering.api.request import ReqContext
+from tiering.engines.vllm.callers import variables_of
 from tiering.secondary.contract import TransferJob
-
-_DEPTH = 12
-"""Number of callers whose local variables are examined."""
 
 
 def context_of(req_context: Any) -> ReqContext:
@@ -81,13 +79,10 @@ def configurations(spec: Any, caller: FrameType | None) -> tuple[Any, Any]:
     """
     names = ("vllm_config", "kv_cache_config")
     found = {name: value for name in names if (value := getattr(spec, name, None)) is not None}
-    for _ in range(_DEPTH):
-        if caller is None or len(found) == len(names):
-            break
+    for variables in variables_of(caller):
         for name in names:
-            if (value := caller.f_locals.get(name)) is not None:
+            if (value := variables.get(name)) is not None:
                 found.setdefault(name, value)
-        caller = caller.f_back
     return found.get("vllm_config"), found.get("kv_cache_config")
 
 
