@@ -1,4 +1,4 @@
-"""The local variables of the functions that call this project, for what vLLM passes on in no other way."""
+"""The local variables of this project's callers, for what vLLM passes on in no other way."""
 
 from __future__ import annotations
 
