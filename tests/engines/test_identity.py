@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import mmap
 import os
@@ -668,6 +669,37 @@ def test_kernels_that_do_not_depend_on_the_batch_count(monkeypatch: pytest.Monke
     assert said("org/model", CONFIG) == before
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert said("org/model", CONFIG) != before
+
+
+def test_packages_of_kernels_count_where_weights_are_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel quantises activations, another does not, and vLLM chooses among those that are installed."""
+
+    def both() -> tuple[Any, Any]:
+        hf_config = SimpleNamespace(to_dict=lambda: CONFIG, architectures=["A"])
+        models = [model("org/model", hf_config=hf_config, quantization=method) for method in (None, "fp8")]
+        first, second = (overrides(SimpleNamespace(model_config=each), "0.33") for each in models)
+        return first, second
+
+    def install(version: str) -> None:
+        (tmp_path / "deep_gemm").mkdir(exist_ok=True)
+        (tmp_path / "deep_gemm" / "__init__.py").write_text("raise ImportError('it is not imported')")
+        info = tmp_path / "deep_gemm-1.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deep-gemm\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    monkeypatch.setattr("tiering.engines.vllm.identity._KERNELS", {"deep_gemm": "deep-gemm", "not_there": "not-there"})
+    plain, without = both()
+    assert "kernel_packages" not in str(without)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for version in ("2.1.0", "2.1.1+local", "2.2"):
+        install(version)
+        same, quantised = both()
+        assert same == plain
+        found.append(quantised)
+    assert found[0] == found[1] != found[2]
+    assert without not in found
 
 
 @pytest.mark.parametrize(

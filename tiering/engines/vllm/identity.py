@@ -7,7 +7,10 @@ namespace. Nothing here imports vLLM; its objects are read by attribute.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -36,6 +39,21 @@ _ENVIRONMENT = (
     *("VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
 )
 """vLLM's variables, or choices of kernels, that change how values are quantised, rounded or ordered."""
+_KERNELS = {
+    "aiter": "amd-aiter",
+    "b12x": "b12x",
+    "conch": "conch-triton-kernels",
+    "cutlass": "nvidia-cutlass-dsl",
+    "deep_gemm": "deep-gemm",
+    "fbgemm_gpu": "fbgemm-gpu-genai",
+    "flashinfer": "flashinfer-python",
+    "flashinfer_cubin": "flashinfer-cubin",
+    "hpc": "hpc-ops",
+    "humming": "humming-kernels",
+    "tilelang": "tilelang",
+    "triton_kernels": "triton-kernels",
+}
+"""Modules of kernels for quantised weights that vLLM chooses where they are, with their distributions."""
 _NOT_COUNTED = {
     "attention_config": (
         *("backend", "backend_per_kind"),  # part of the order in memory
@@ -107,6 +125,7 @@ def _further_settings(vllm_config: Any) -> dict[str, Any]:
         "kv_cache_dtype_skip_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "additional_config": _additional(getattr(vllm_config, "additional_config", None)),
         "environment": _environment(),
+        "kernel_packages": _packages() if getattr(vllm_config.model_config, "quantization", None) else None,
         "dummy_shards": _dummy_shards(vllm_config),
         "batch_invariant": batch_invariant(),  # what other kernels have computed differs by roundings
     }
@@ -125,6 +144,17 @@ def _kernels(vllm_config: Any) -> dict[str, Any]:
             for word, value in words.items()
             if word not in ignored and not word.startswith("_") and plain(value) != plain(defaults.get(word))
         }
+    return found
+
+
+def _packages() -> dict[str, str]:
+    """Return those modules of :data:`_KERNELS` that are installed, with major and minor version if known."""
+    found = {}
+    for module, distribution in _KERNELS.items():
+        if importlib.util.find_spec(module) is not None:
+            found[module] = ""
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[module] = ".".join(importlib.metadata.version(distribution).split(".")[:2])
     return found
 
 
