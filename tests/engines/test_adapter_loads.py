@@ -163,11 +163,43 @@ def test_an_adapter_whose_link_led_elsewhere_while_it_was_loaded_is_known_by_its
     assert is_private(identity(loads, link, manager))
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["its own", "the one above", "the one of a link to it"])
+def test_an_adapter_whose_directory_was_elsewhere_while_it_was_loaded_is_known_by_its_load(
+    loads: AdapterLoads, tmp_path: Path, depth: int
+) -> None:
+    (tmp_path / "above").mkdir()
+    adapter = write(tmp_path / "above" / "adapter", b"first")
+    given = tmp_path / "links" / "adapter"
+    given.parent.mkdir()
+    given.symlink_to(adapter)
+    moved = (adapter, adapter.parent, given.parent)[depth]
+    manager = Manager()
+
+    def beside() -> None:
+        (tmp_path / "above" / "beside").mkdir()
+
+    manager.meanwhile = beside
+    assert identity(loads, given, manager) == identity(loads, write(tmp_path / "same", b"first"), Manager())
+
+    def is_later() -> bool:
+        (tmp_path / "probe").write_bytes(b"")
+        return (tmp_path / "probe").stat().st_ctime_ns > moved.stat().st_ctime_ns
+
+    assert until(is_later, 10.0)
+
+    def elsewhere_and_back() -> None:
+        moved.rename(tmp_path / "away")
+        (tmp_path / "away").rename(moved)
+
+    manager.meanwhile = elsewhere_and_back
+    assert is_private(identity(loads, given, manager))
+
+
 def test_files_that_change_without_a_trace_while_they_are_loaded_are_known_by_their_load(
     loads: AdapterLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the file system records the same for all content, as for writes through a mapping."""
-    monkeypatch.setattr("tiering.engines.vllm.adapter_loads._recorded", lambda path: (("file", 1, 1, 5, OLD, OLD, 0),))
+    monkeypatch.setattr("tiering.engines.vllm.adapter_loads._recorded", lambda path: {"file": (1, 1, 5, OLD, OLD, 0)})
     adapter = write(tmp_path / "adapter", b"first")
     manager = Manager()
     manager.meanwhile = lambda: in_place(adapter / "adapter_model.safetensors")

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tiering.engines.vllm.hub_cache import newest_commit, snapshot_of
-from tiering.engines.vllm.weights import digest_of, has_writer, links_to, plain, record_of
+from tiering.engines.vllm.weights import Seen, changed_of, digest_of, plain, records_of
 from tiering.runtime.pool import ThreadPool
 
 logger = logging.getLogger("kv_tiering.vllm")
@@ -64,9 +64,6 @@ UNREAD = "unread"
 _PRIVATE = "load "
 
 T = TypeVar("T")
-
-Recorded = tuple[tuple[Any, ...], ...]
-"""Records of the file system about an adapter's files; empty: there are none."""
 
 
 class RecentAdapters(dict[str, T]):
@@ -296,12 +293,12 @@ class _Adapter:
     def content(self) -> str:
         """Return the digest of the files, or "" if they may not be what was loaded since."""
         content, after = _content(self._path), _recorded(self._path)
-        if not after or any(record[-1] for record in (*self._before, *after)):
+        if not after or changed_of(self._before, after) is not None:
             return ""
         if not self._before and not Path(self._path).expanduser().is_dir():
             # vLLM has downloaded a repository of the hub. Another process may have added a newer commit since.
-            return content if len(list(after[0][0].parent.parent.iterdir())) == 1 else ""
-        return content if (content, after) == (self._content, self._before) else ""
+            return content if len(list(Path(next(iter(after))).parent.parent.iterdir())) == 1 else ""
+        return content if (content, after.keys()) == (self._content, self._before.keys()) else ""
 
 
 def _detach(loaded: Any) -> bool:
@@ -345,14 +342,14 @@ def _files(path: str) -> Sequence[Path]:
     return () if place is None else [place / name for name in _FILES]
 
 
-def _recorded(path: str) -> Recorded:
+def _recorded(path: str) -> Seen:
+    """Return what the file system records of an adapter's files; empty: there are none."""
     try:
         files = [file for file in _files(path) if file.exists()]
-        links = [(link, *record_of(link.lstat()), False) for file in files for link in links_to(file)]
-        return (*((file, *record_of(file.stat()), has_writer(file)) for file in files), *links)
+        return records_of(files[0].parent, files) if files else {}
     except OSError as error:
         logger.debug("the LoRA adapter at %s: %s", path, error)
-        return ()
+        return {}
 
 
 def _content(path: str) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,19 +194,43 @@ def files_seen(model_config: Any, load_config: Any) -> Seen:
     if given is None:
         return {}
     place = _resolved(given)
-    files = _files(place, *_scope(model_config, load_config))
-    found = {str(file): file.stat() for file in files}
-    found |= {
-        f"the link {link}": link.lstat() for link in {link for file in (given, *files) for link in links_to(file)}
-    }
-    found |= {f"{_DIRECTORY}{above}": above.stat() for above in (place, *place.parents) if above.is_dir()}
+    found = _statuses(given, place, _files(place, *_scope(model_config, load_config)))
     newest = max((status.st_ctime for status in found.values()), default=0.0)
     if abs(time.time() - newest) < _TICK_SECONDS:
         time.sleep(_TICK_SECONDS)
+    return _seen(found)
+
+
+def records_of(given: Path, files: Sequence[Path]) -> Seen:
+    """Return what the file system records of files, as :func:`files_seen` does, without a wait.
+
+    Args:
+        given: the directory of the files.
+        files: the files, first in the result.
+
+    Raises:
+        OSError: a file cannot be looked at.
+    """
+    return _seen(_statuses(given, given.resolve(), files))
+
+
+def _statuses(given: Path, place: Path, files: Sequence[Path]) -> dict[str, os.stat_result]:
+    """Return the states of files, and of the links and directories on the way to them."""
+    found = {str(file): file.stat() for file in files}
+    links = {link for file in (given, *files) for link in _links_to(file)}
+    above = (place, *place.parents, *given.absolute().parents)
+    return (
+        found
+        | {f"the link {link}": link.lstat() for link in links}
+        | {f"{_DIRECTORY}{one}": one.stat() for one in above if one.is_dir()}
+    )
+
+
+def _seen(found: Mapping[str, os.stat_result]) -> Seen:
     return {name: (*record_of(status), int(has_writer(Path(name)))) for name, status in found.items()}
 
 
-def links_to(path: Path) -> Iterator[Path]:
+def _links_to(path: Path) -> Iterator[Path]:
     """Yield all symbolic links on the way to a path: one that was replaced and put back is noticed."""
     at, rest, found = Path("/"), [*reversed(path.absolute().parts)], set[Path]()
     while rest:
@@ -258,9 +282,14 @@ def unproven(before: Seen, after: Seen) -> str | None:
         after: what it returned once the files were identified.
     """
     new = [name for name in after if name not in before and name.startswith("/")]
+    return changed_of(before, after) or next((name for name in new if not is_as_downloaded(Path(name))), None)
+
+
+def changed_of(before: Seen, after: Seen) -> str | None:
+    """Return a file, link or directory that is another one now, or may be written; None: there is none."""
     changed = [name for name, seen in before.items() if _has_changed(name, seen, after.get(name))]
     changed += [name for seen in (before, after) for name, record in seen.items() if record[-1]]
-    return next(iter(changed), None) or next((name for name in new if not is_as_downloaded(Path(name))), None)
+    return next(iter(changed), None)
 
 
 def _has_changed(name: str, before: tuple[int, ...], after: tuple[int, ...] | None) -> bool:
