@@ -406,6 +406,52 @@ def test_the_engines_of_others_do_not_notice_the_failure_of_a_users_thread(
     assert bert.do(load, BLOCKS) == ([*BLOCKS], [])
 
 
+@needs_root
+def test_a_users_part_that_has_failed_begins_anew_once_its_io_has_ended(
+    threads: dict[int, UserThread], user: Callable[..., UserProcess], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.machine.service.CLOSE_AGAIN", 0.05)
+    monkeypatch.setattr("tiering.machine.users.RESTART_SECONDS", 0.0)
+    socket, anna = directory / "cache.sock", user(ANNA)
+    threads[ANNA]._due = 0.0
+    assert anna.do(start_engine, socket, TIERS, 0) == [True] * 3
+    assert anna.do(store, BLOCKS)
+    broken: Any = threads[ANNA].service
+    (space,) = broken._namespaces.values()
+    tier, ended, attempts = space.tiers["local"].tier, threading.Event(), []
+    shutdown = tier.shutdown
+
+    def shut_down(deadline: float) -> bool:
+        attempts.append(deadline)
+        return shutdown(deadline) and ended.is_set()
+
+    monkeypatch.setattr(tier, "shutdown", shut_down)
+    monkeypatch.setattr(broken, "turn", Mock(side_effect=RuntimeError("a defect")))
+    broken.wake()
+    assert until(lambda: len(attempts) > 2, 60.0)
+    assert "is out of order: it has failed" in anna.do(knock, socket)
+    assert threads[ANNA].service is broken, "two of them would write into the same rows"
+    ended.set()
+    assert anna.do(serving)
+    anna.do(forget_rows)
+    assert anna.do(load, BLOCKS) == ([*BLOCKS], [])
+
+
+def test_a_signal_ends_the_wait_for_io_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.machine.service.CLOSE_AGAIN", 0.0)
+    service, attempts = MachineService(tmp_path / "cache.sock", {}, most_bytes=1, user="anna"), []
+
+    def end_io(deadline: float) -> bool:
+        attempts.append(deadline)
+        if len(attempts) == 3:
+            service.stop()
+        return False
+
+    monkeypatch.setattr(service, "_end_io", end_io)
+    assert not service.abort()
+    assert len(attempts) == 3
+
+
 class FailingService:
     """A service whose first thread has an error."""
 

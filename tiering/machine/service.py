@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import secrets
+import select
 import selectors
 import socket
 import time
@@ -31,7 +32,7 @@ from tiering.errors import ConfigError, TieringError
 from tiering.machine.counts import EngineCounts, EngineOfTier, ServiceCounts, ServiceLook
 from tiering.machine.listener import Listener
 from tiering.machine.messages import MAX_MESSAGE, Kind, MessageError, Record, messages, pack, read
-from tiering.machine.namespaces import HostedNamespace, TierBuilder, own_replica
+from tiering.machine.namespaces import CLOSE_AGAIN, HostedNamespace, TierBuilder, own_replica
 from tiering.machine.peers import Peer
 from tiering.machine.regions import MOST_REGIONS, Regions
 from tiering.machine.users import UserThread, look_at, parameters_of, service_for
@@ -252,10 +253,14 @@ class MachineService:
         return self._free(ended)
 
     def abort(self) -> bool:
-        """End all I/O after an error, let go of the engines, and return as :meth:`run` does."""
+        """End all I/O after an error, let go of the engines once it has ended, and return as :meth:`run` does."""
         ended = False
         try:
             ended = self._end_io(self._clock() + self._shutdown_seconds)
+            while not ended and not self.stopping:
+                select.select([self._wake_read], [], [], CLOSE_AGAIN)
+                self._drain_wakes()
+                ended = self._end_io(self._clock())
         except Exception:
             _log.exception("the tiers cannot be closed")
         for peer in self._peers.values():
@@ -442,18 +447,14 @@ class MachineService:
             peer.space = peer.hosted = None
             peer.send(Record(Kind.BYE))
         peer.flush()
-        if peer.out:
-            self._stalled(peer)
+        if peer.out:  # its last records wait for room
+            with suppress(KeyError):
+                self._selector.unregister(peer.socket)
+            if not peer.starved:
+                self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda: None)
             return
         self._peers.pop(peer.socket.fileno(), None)
         self._hang_up(peer)
-
-    def _stalled(self, peer: Peer) -> None:
-        """Wait for room for the last records of an engine that reads slowly."""
-        with suppress(KeyError):
-            self._selector.unregister(peer.socket)
-        if not peer.starved:
-            self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda: None)
 
     def _hang_up(self, peer: Peer) -> None:
         for handle in (peer.socket, peer.pidfd):

@@ -79,7 +79,10 @@ class OwnService(Protocol):
         """Let :meth:`run` end; any thread may call."""
 
     def abort(self) -> bool:
-        """End all I/O after an error in :meth:`run`, let go of the engines, and return as :meth:`run` does."""
+        """End all I/O after an error in :meth:`run`, let go of the engines, and return as :meth:`run` does.
+
+        I/O that does not end is waited for until :meth:`stop`.
+        """
 
     def take_over(self, failed: Self) -> None:
         """Take the connections that wait for a service that has failed, and go on with its counters."""
@@ -232,7 +235,7 @@ def look_at(own: OwnService, users: Mapping[int, UserThread], seconds: float) ->
         seconds: time for all of them.
     """
     until = time.monotonic() + seconds
-    alive = [user.service for user in users.values() if user.is_alive()]
+    alive = [user.service for user in users.values() if user.is_alive() and not user.trouble]  # others do not answer
     asked = [(service, service.ask()) for service in (own, *alive)]
     looks: list[ServiceLook] = []
     for service, look in asked:
