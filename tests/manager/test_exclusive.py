@@ -213,6 +213,19 @@ def test_a_block_that_a_tier_has_taken_is_copied_no_second_time_before_it_is_use
     assert rig.late(A, B) == [A, B], "each time that they leave the engine again"
 
 
+def test_a_row_of_a_block_that_leaves_goes_to_none_that_leaves_with_it() -> None:
+    rig = Rig(3, tier := FakeTier("disk"))
+    rig.engine.update(KEYS)
+    rig.store([A])
+    for job in list(tier.stores):
+        tier.finish(job)
+    rig.step()
+    assert rig.late(A, B, C, D) is None, "the tier has A, whose row may nevertheless not become another's"
+    assert rig.held() == {A}
+    assert rig.late(A, B, C) == [B, C]
+    assert rig.held() == {A, B, C}
+
+
 def test_a_fed_block_that_was_loaded_since_is_stored_late() -> None:
     rig = Rig(3, FakeTier("disk"))
     rig.engine.update(KEYS)
