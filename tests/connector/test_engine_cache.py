@@ -265,6 +265,20 @@ def test_what_the_engine_has_dropped_from_its_cache_is_lost_and_not_stored() -> 
     assert bench.count("exclusive_losses") == 4
 
 
+def test_blocks_that_are_computed_again_leave_from_their_new_places() -> None:
+    bench, first, second = Bench(), prompt(4), prompt(4, "r2")
+    bench.run(first)
+    bench.end(first)
+    bench.pool.reset()
+    bench.run(second)
+    places = [block.block_id for block in bench.blocks["r2"]]
+    bench.end(second)
+    bench.use_up(12)  # the places of the first request, which the cache has dropped, among them
+    bench.use_up(2)
+    assert sorted(bench.late) == places
+    assert bench.count("exclusive_losses") == 0
+
+
 def test_a_hit_in_the_engines_cache_takes_its_blocks_off_the_walk_and_notes_them_again() -> None:
     bench, request = Bench(), prompt(4)
     bench.run(request)
