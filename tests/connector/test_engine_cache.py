@@ -502,7 +502,7 @@ def test_a_step_that_reuses_a_block_waits_for_its_late_store() -> None:
     assert bench.count("jobs_flushed") == 1
 
 
-def test_without_room_the_walk_stands_still_and_tries_fewer_blocks() -> None:
+def test_without_room_the_walk_stands_still_and_tries_fewer_blocks_until_there_is_room() -> None:
     bench, request = Bench(rows=1), prompt(4)
     bench.run(request)
     bench.end(request)
@@ -511,6 +511,10 @@ def test_without_room_the_walk_stands_still_and_tries_fewer_blocks() -> None:
     assert len(bench.late) == 1
     assert [len(keys) for keys in bench.manager.leaving] == [2, 1]
     assert len(bench.notes) == 3
+    bench.manager.free += range(1, 100)
+    bench.steps()
+    bench.use_up(2)
+    assert [len(keys) for keys in bench.manager.leaving] == [2, 1, 1, 2], "with room again, as many as before"
 
 
 def test_blocks_of_adapters_are_stored_as_they_are_computed() -> None:
