@@ -7,6 +7,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Mapping
+from itertools import pairwise
 
 from pydantic import BaseModel
 
@@ -25,15 +26,8 @@ def _own_descriptions(kind: type) -> Mapping[str, str]:
     """Return the docstring of each attribute that the class itself declares; its source is parsed once."""
     parsed = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     texts: dict[str, str] = {}
-    before: ast.stmt | None = None
-    for statement in parsed.body if isinstance(parsed, ast.ClassDef) else ():
-        value = statement.value if isinstance(statement, ast.Expr) else None
-        if (
-            isinstance(before, ast.AnnAssign)
-            and isinstance(before.target, ast.Name)
-            and isinstance(value, ast.Constant)
-            and isinstance(value.value, str)
-        ):
-            texts[before.target.id] = " ".join(value.value.split())
-        before = statement
+    for statements in pairwise(parsed.body if isinstance(parsed, ast.ClassDef) else ()):
+        match statements:
+            case ast.AnnAssign(target=ast.Name(id=word)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[word] = " ".join(text.split())
     return texts
