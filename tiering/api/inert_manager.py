@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiering.api.keys import OffloadKey
-from tiering.api.manager import OffloadingEvent, OffloadingManager, PrefixMatch, PrepareStoreOutput
+from tiering.api.manager import OffloadingEvent, OffloadingManager, PrepareStoreOutput
 from tiering.api.request import ReqContext, RequestOffloadingContext
 from tiering.api.transfer import CPULoadStoreSpec
 from tiering.errors import NotReadableError
@@ -20,9 +20,6 @@ class InertManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return False
-
-    def match_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, at_least: int = 1) -> PrefixMatch:
-        return PrefixMatch(0, False)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Refuse the load, because no block is readable in this process.
