@@ -22,7 +22,7 @@ from tiering.cli.service_metrics import endpoint
 from tiering.cli.successor import Successor, end_predecessor
 from tiering.cli.transfer_config import stack_at
 from tiering.config.io_process import builders
-from tiering.config.problems import Problem, changed, refuse
+from tiering.config.problems import Problem, refuse, refused
 from tiering.config.stack_file import StackConfig
 from tiering.errors import ConfigError, TieringError
 from tiering.machine.options import HOSTED_TYPES, LONGEST_SOCKET, MOST_TIERS, PEERS_TIER
@@ -149,11 +149,7 @@ def check_service(name: str, config: StackConfig) -> None:
     Raises:
         ConfigError: the stack has such words, or no tiers.
     """
-    problems = [
-        Problem((word,), "belongs into the stacks of the engines; leave it out")
-        for word in _ENGINES
-        if word in changed(config)
-    ]
+    problems = refused(config, _ENGINES, "belongs into the stacks of the engines; leave it out")
     if not config.secondary or len(config.secondary) > MOST_TIERS:
         problems.append(Problem(("secondary",), f"must have 1 to {MOST_TIERS} tiers for the engines"))
     for index, tier in enumerate(config.secondary):
@@ -163,11 +159,8 @@ def check_service(name: str, config: StackConfig) -> None:
         if config.machine is None and tier.type not in HOSTED_TYPES:
             text = f"a service cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
             problems.append(Problem(("secondary", index, "type"), text))
-        problems += [
-            Problem(("secondary", index, word), "concerns one engine's rows; the service has none, leave it out")
-            for word in _OF_ENGINES
-            if word in changed(tier)
-        ]
+        text = "concerns one engine's rows; the service has none, leave it out"
+        problems += refused(tier, _OF_ENGINES, text, ("secondary", index))
     if problems:
         refuse(name, problems)
 

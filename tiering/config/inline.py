@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tiering.api.units import parse_duration, parse_size
-from tiering.config.problems import Problem, changed, refuse, unknown_word
+from tiering.config.problems import Problem, changed, refuse, refused, unknown_word
 from tiering.config.stack_file import StackConfig, load_stack
 from tiering.errors import ConfigError
 from tiering.secondary.options import BlockTierOptions
@@ -156,7 +156,7 @@ def read_adapter(given: Mapping[str, Any]) -> tuple[StackConfig, float, int]:
         raise ConfigError(f"block_bytes: {block_bytes} is not allowed: a multiple of 4096")
     problems = list(_without_effect(stack, "LMCache", "has no effect in LMCache, which has events of its own"))
     text = "has no effect in LMCache, which resets no adapter; leave it out"
-    problems += [Problem((word,), text) for word in sorted(changed(stack) & {"keep_secondary", "reset_deadline"})]
+    problems += refused(stack, ("keep_secondary", "reset_deadline"), text)
     text = "hides a tier from LMCache, whose objects are looked up block by block; leave it out"
     problems += [
         Problem(("secondary", index, "min_prefix_blocks"), text)

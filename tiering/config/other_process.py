@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiering.api.keys import PRIMARY_TIER
-from tiering.config.problems import Problem, changed, repeated
+from tiering.config.problems import Problem, refused, repeated
 from tiering.machine.options import HOSTED_TYPES, PEERS_TIER, MachineOptions
 from tiering.secondary.options import TierOptions
 
@@ -44,9 +44,6 @@ def process_problems(secondary: Sequence[TierOptions]) -> list[Problem]:
         if tier.type not in HOSTED_TYPES:
             text = f"a process of its own cannot host {tier.type}; it can host {', '.join(HOSTED_TYPES)}"
             problems.append(Problem(("secondary", index, "type"), text))
-        problems += [
-            Problem(("secondary", index, word), "cannot be used with io: process; leave one of the two out")
-            for word in _OF_THE_ENGINE
-            if word in changed(tier)
-        ]
+        text = "cannot be used with io: process; leave one of the two out"
+        problems += refused(tier, _OF_THE_ENGINE, text, ("secondary", index))
     return problems

@@ -202,6 +202,19 @@ def changed(part: Strict) -> set[str]:
     return {word for word, value in part if value != type(part).model_fields[word].default}
 
 
+def refused(part: Strict, words: Iterable[str], text: str, where: FieldPath = ()) -> list[Problem]:
+    """Return a problem for each of ``words`` whose value in ``part`` is not the default.
+
+    Args:
+        part: a part of the stack.
+        words: the words that it must leave out.
+        text: description of each problem.
+        where: path of the part; default: that of the stack.
+    """
+    given = changed(part)
+    return [Problem((*where, word), text) for word in words if word in given]
+
+
 def repeated(values: Iterable[str | None]) -> list[tuple[int, int, str]]:
     """Return (index, earlier index, value) for each repeated value; None never counts as repeated."""
     first: dict[str, int] = {}
