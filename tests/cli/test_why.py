@@ -14,6 +14,7 @@ from tests.explain.walk import explained, make_explainer
 from tiering.explain.causes import REASONS, REMEDIES, MissCause, Reason
 from tiering.explain.explainer import Missed
 from tiering.explain.service import ExplainService
+from tiering.testing.clock import FakeClock
 from tiering.testing.keys import keys_of
 
 
@@ -58,7 +59,7 @@ def test_what_the_remedies_name_is_documented() -> None:
 
 def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainService) -> None:
     lines = kv_tiering("why", "--top").out.splitlines()
-    assert lines[0] == "26 prompt tokens computed in the last hour"
+    assert lines[0] == "26 of 30 prompt tokens computed in the last hour"
     assert [line.split()[:3] for line in lines[1:-1] if "to do: " not in line] == [
         ["8", "30.8%", "evicted"],
         ["8", "30.8%", "unserved"],
@@ -68,6 +69,27 @@ def test_the_last_hour_lists_the_most_expensive_causes_first(engine: ExplainServ
     assert lines[1].endswith("; 1.1 times the capacity or less would have kept half of them, 1.1 times nine tenths")
     assert f"({REASONS[Reason.GAP]})" in lines[3]
     assert "to do: look at the cause of the missing block" in lines[4]
+
+
+def test_a_shorter_time_is_summed_alone(tmp_path: Path) -> None:
+    clock = FakeClock()
+    explainer = make_explainer(clock)
+    for name, tokens, seconds in (("before", 8, 900.0), ("now", 2, 0.0)):
+        explainer.missed(Missed(name, tokens, 0, tokens, 0, (), None))
+        explainer.started(name, 1)
+        explainer.settle()
+        clock.advance(seconds)
+    service = ExplainService(explainer, tmp_path / "s")
+    first = [
+        kv_tiering("why", "--top", *words, "--socket", service.path).out.splitlines()[0]
+        for words in ((), ("--minutes", "5"))
+    ]
+    service.stop(30)
+    assert first == [
+        "8 of 10 prompt tokens computed in the last hour",
+        "1 of 2 prompt tokens computed in the last 5 min",
+    ]
+    assert kv_tiering("why", "a", "--minutes", "5").code == kv_tiering("why", "--top", "--minutes", "61").code == 2
 
 
 def test_the_id_of_a_client_finds_each_prompt_and_choice(tmp_path: Path) -> None:
@@ -147,4 +169,4 @@ def test_an_engine_without_requests_has_an_empty_hour(tmp_path: Path) -> None:
     service = ExplainService(make_explainer(), tmp_path / "s")
     done = kv_tiering("why", "--top", "--socket", service.path)
     service.stop(30)
-    assert (done.code, done.out.splitlines()[0]) == (0, "0 prompt tokens computed in the last hour")
+    assert (done.code, done.out.splitlines()[0]) == (0, "0 of 0 prompt tokens computed in the last hour")

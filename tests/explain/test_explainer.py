@@ -307,9 +307,10 @@ class TestSums:
         compute(explainer, "a", MINE)
         clock.advance(3500)
         compute(explainer, "b", THEIRS[:1])
-        assert explainer.last_hour()[MissCause.NEW, "", Reason.NONE] == 20
+        assert explainer.last().causes[MissCause.NEW, "", Reason.NONE] == 20
         clock.advance(200)
-        assert explainer.last_hour()[MissCause.NEW, "", Reason.NONE] == 4
+        last = explainer.last()
+        assert (last.causes[MissCause.NEW, "", Reason.NONE], last.prompt) == (4, 5)
 
     def test_a_request_is_logged_on_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.DEBUG, "kv_tiering.explain"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import socket
 import stat
 import threading
@@ -84,10 +85,12 @@ def test_an_unknown_request_is_answered_with_the_latest_ones(tmp_path: Path) -> 
     assert error.endswith("among the last 4 requests; the latest: 'fourth\\x1b[2J', third, second")
 
 
-@pytest.mark.parametrize("question", [{}, {"request": 7}, {"top": False}])
+@pytest.mark.parametrize(
+    "question", [{}, {"request": 7}, {"top": False}, {"top": True, "minutes": 61}, {"top": True, "minutes": True}]
+)
 def test_a_wrong_question_gets_an_error(tmp_path: Path, question: dict[str, object]) -> None:
     with service(computed(), tmp_path / "s") as one:
-        assert "neither" in ask(one.path, question)["error"]
+        assert re.search("neither|minutes must be", ask(one.path, question)["error"])
 
 
 @pytest.mark.parametrize("data", [b"", b"{\n", b"\xff\n", b"x" * (1 << 15), b"[" * 10_000 + b"\n"])

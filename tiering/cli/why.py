@@ -13,6 +13,7 @@ import click
 from tiering.api.masking import shown_name
 from tiering.cli.output import duration
 from tiering.explain.causes import REASONS, REMEDIES, SENTENCES, MissCause, Reason
+from tiering.explain.last_hour import MINUTES
 from tiering.explain.past_blocks import TIME_UNIT
 from tiering.explain.service import ask, runtime_directory, sockets
 
@@ -20,6 +21,7 @@ from tiering.explain.service import ask, runtime_directory, sockets
 @click.command()
 @click.argument("request", required=False)
 @click.option("--top", is_flag=True, help="Show the most expensive causes of the last hour instead.")
+@click.option("--minutes", type=click.IntRange(1, MINUTES), help="Time that --top sums, in minutes.  [default: 60]")
 @click.option(
     "--socket",
     "path",
@@ -27,7 +29,7 @@ from tiering.explain.service import ask, runtime_directory, sockets
     help="Socket of the engine; the engine's log names it.  [default: the only one in the runtime directory]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def why(request: str | None, top: bool, path: Path | None, as_json: bool) -> int:
+def why(request: str | None, top: bool, minutes: int | None, path: Path | None, as_json: bool) -> int:
     """Show why an engine computed the prompt tokens of a request.
 
     REQUEST is the id of one of the last requests, as the client got it. The answer about an unknown one names the
@@ -38,11 +40,15 @@ def why(request: str | None, top: bool, path: Path | None, as_json: bool) -> int
     Examples:
       kv-tiering why chatcmpl-1234
       kv-tiering why --top
+      kv-tiering why --top --minutes 5
       kv-tiering why chatcmpl-1234 --socket /run/user/1000/kv-tiering/why-4711-1.sock
     """
     if (request is None) != top:
         raise click.UsageError("give the id of a request, or --top")
-    answer = ask(_only_socket() if path is None else path, {"top": True} if top else {"request": request})
+    if minutes is not None and not top:
+        raise click.UsageError("--minutes belongs to --top")
+    question = {"top": True, "minutes": minutes or MINUTES} if top else {"request": request}
+    answer = ask(_only_socket() if path is None else path, question)
     if as_json:
         click.echo(json.dumps(answer))
     elif "error" in answer:
@@ -124,7 +130,8 @@ def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the most expensive causes for people."""
     causes = answer["causes"]
     total = sum(one["tokens"] for one in causes)
-    yield f"{total} prompt tokens computed in the last hour"
+    when = "hour" if answer["minutes"] == MINUTES else duration(60.0 * answer["minutes"])
+    yield f"{total} of {answer['prompt_tokens']} prompt tokens computed in the last {when}"
     for one in causes:
         yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_words(one)}"
         yield from _remedies(one, " " * 22)

@@ -25,7 +25,7 @@ from tiering.api.masking import shown_name
 from tiering.api.misses import LookupOutcome, Unstored
 from tiering.explain.causes import OF_A_TIER, MissCause, Reason
 from tiering.explain.explanation import Explanation, Span, is_of, summary
-from tiering.explain.last_hour import Causes, LastHour
+from tiering.explain.last_hour import MINUTES, Causes, LastHour, Tokens
 from tiering.explain.past_blocks import MOST_SECONDS, TIME_UNIT, PastBlocks, Records
 from tiering.explain.past_prompts import NO_PROMPT, PastPrompts, Prompt
 from tiering.runtime.forks import inert_in_children
@@ -249,13 +249,9 @@ class Explainer:
         """Return the ids of the latest requests with an explanation, the latest first."""
         return list(islice(reversed(self._explained), count))
 
-    def last_hour(self) -> Causes:
-        """Return the tokens by cause, tier and reason of the last hour."""
-        return self._hour.tokens(self._minute)
-
-    def multiples(self, tier: str) -> tuple[float, float] | None:
-        """Return :meth:`LastHour.multiples` of a tier."""
-        return self._hour.multiples(self._minute, tier)
+    def last(self, minutes: int = MINUTES) -> Tokens:
+        """Return the tokens of the requests that began in the last minutes."""
+        return self._hour.last(self._minute, minutes)
 
     @property
     def requests(self) -> int:
@@ -483,7 +479,7 @@ class Explainer:
         self._explained[started.req_id] = explanation
         while len(self._explained) > self._most_requests:
             self._explained.popitem(last=False)
-        self._hour.add(self._minute, final)
+        self._hour.add(self._minute, missed.prompt, final)
         for span in final:
             self.sums[span.cause, span.tier, span.reason] += span.end - span.first
         if logger.isEnabledFor(logging.DEBUG):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from tiering.explain.causes import MissCause, Reason
 from tiering.explain.explanation import Span
 
 MINUTES = 60
-"""Minutes that are summed."""
+"""Minutes that are summed at most, besides the one that has begun."""
 
 _PER_DOUBLING = 8
 """Steps in which multiples of a capacity are counted, for each power of two."""
@@ -20,49 +20,60 @@ Causes = Counter[tuple[MissCause, str, Reason]]
 """Tokens by cause, tier and reason."""
 
 
-class _Minute(NamedTuple):
-    number: int
-    tokens: Causes
-    multiples: Counter[tuple[str, int]]
+@dataclass(slots=True)
+class Tokens:
+    """The prompt tokens of the requests that began within a time."""
+
+    prompt: int = 0
+    """All of them, those from caches included."""
+    causes: Causes = field(default_factory=Counter)
+    """Those that were computed."""
+    _multiples: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Evicted tokens by tier, and by the multiple of its capacity that would have kept them, in steps."""
 
-
-class LastHour:
-    """The computed tokens of the last hour, minute by minute."""
-
-    def __init__(self) -> None:
-        self._minutes: deque[_Minute] = deque(maxlen=MINUTES)
-
-    def add(self, minute: int, spans: Iterable[Span]) -> None:
-        """Count the tokens of a request that began in a minute."""
-        if not self._minutes or self._minutes[-1].number != minute:
-            self._minutes.append(_Minute(minute, Counter(), Counter()))
-        _, tokens, multiples = self._minutes[-1]
+    def add(self, prompt: int, spans: Iterable[Span]) -> None:
+        """Count the tokens of a request's prompt, and those of them that it computes."""
+        self.prompt += prompt
         for span in spans:
-            tokens[span.cause, span.tier, span.reason] += span.end - span.first
+            self.causes[span.cause, span.tier, span.reason] += span.end - span.first
             if span.factor:
-                multiples[span.tier, math.ceil(_PER_DOUBLING * math.log2(span.factor))] += span.end - span.first
+                self._multiples[span.tier, math.ceil(_PER_DOUBLING * math.log2(span.factor))] += span.end - span.first
 
-    def tokens(self, minute: int) -> Causes:
-        """Return the tokens by cause, tier and reason of the hour that ends with a minute."""
-        return sum((one.tokens for one in self._last(minute)), Counter())
+    def join(self, other: Tokens) -> None:
+        """Count those of another time."""
+        self.prompt += other.prompt
+        self.causes.update(other.causes)
+        self._multiples.update(other._multiples)
 
-    def multiples(self, minute: int, tier: str) -> tuple[float, float] | None:
+    def multiples(self, tier: str) -> tuple[float, float] | None:
         """Return the multiples of a capacity that would have kept half and nine tenths of evictions.
 
-        They are counted in tokens of the hour that ends with a minute; None if the tier evicted none of them, or its
-        capacity is not known.
+        None if the tier evicted none of the tokens, or its capacity is not known.
         """
-        steps = Counter[int]()
-        for one in self._last(minute):
-            for (name, step), tokens in one.multiples.items():
-                if name == tier:
-                    steps[step] += tokens
+        steps = Counter({step: tokens for (name, step), tokens in self._multiples.items() if name == tier})
         half, most = (_reached(steps, share) for share in (0.5, 0.9))
         return (half, most) if steps else None
 
-    def _last(self, minute: int) -> Iterable[_Minute]:
-        return (one for one in self._minutes if one.number > minute - MINUTES)
+
+class LastHour:
+    """The tokens of the last hour, minute by minute."""
+
+    def __init__(self) -> None:
+        self._minutes: deque[tuple[int, Tokens]] = deque(maxlen=MINUTES + 1)
+
+    def add(self, minute: int, prompt: int, spans: Iterable[Span]) -> None:
+        """Count the tokens of a request that began in a minute."""
+        if not self._minutes or self._minutes[-1][0] != minute:
+            self._minutes.append((minute, Tokens()))
+        self._minutes[-1][1].add(prompt, spans)
+
+    def last(self, minute: int, minutes: int = MINUTES) -> Tokens:
+        """Return the tokens of a minute, which has begun, and of the ``minutes`` before it."""
+        found = Tokens()
+        for number, tokens in self._minutes:
+            if number >= minute - minutes:
+                found.join(tokens)
+        return found
 
 
 def _reached(steps: Counter[int], share: float) -> float:

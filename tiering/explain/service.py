@@ -23,6 +23,7 @@ from tiering.api.masking import shown_name
 from tiering.errors import ConfigError, TemporaryStoreError
 from tiering.explain.causes import MissCause
 from tiering.explain.explainer import Explainer
+from tiering.explain.last_hour import MINUTES
 from tiering.runtime.door import bind_socket, is_listening
 from tiering.runtime.forks import inert_in_children
 from tiering.runtime.pool import ThreadPool
@@ -66,7 +67,7 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         path: the socket.
-        question: ``{"request": id}`` or ``{"top": true}``.
+        question: ``{"request": id}``, or ``{"top": true}`` with the number of ``minutes``, which are 60 by default.
 
     Raises:
         TemporaryStoreError: no engine answers there.
@@ -218,14 +219,23 @@ def answer_to(explainer: Explainer, question: object) -> dict[str, Any]:
         question: the question, as a client has sent it.
     """
     if isinstance(question, dict) and question.get("top") is True:
-        totals = explainer.last_hour()
+        minutes = question.get("minutes", MINUTES)
+        if type(minutes) is not int or not 1 <= minutes <= MINUTES:
+            return {"error": f"minutes must be a whole number from 1 to {MINUTES}"}
+        last = explainer.last(minutes)
         causes = [
             {"cause": cause.word, "tier": tier, "tokens": tokens}
             | ({"reason": reason.word} if reason else {})
-            | ({"factors": factors} if cause is MissCause.EVICTED and (factors := explainer.multiples(tier)) else {})
-            for (cause, tier, reason), tokens in totals.most_common()
+            | ({"factors": factors} if cause is MissCause.EVICTED and (factors := last.multiples(tier)) else {})
+            for (cause, tier, reason), tokens in last.causes.most_common()
         ]
-        return {"causes": causes, "requests": explainer.requests, "followed_seconds": explainer.followed_seconds}
+        return {
+            "minutes": minutes,
+            "prompt_tokens": last.prompt,
+            "causes": causes,
+            "requests": explainer.requests,
+            "followed_seconds": explainer.followed_seconds,
+        }
     name = question.get("request") if isinstance(question, dict) else None
     if not isinstance(name, str):
         return {"error": 'the question is neither {"request": "ID"} nor {"top": true}'}
