@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.vllm.rig import BLOCK, BLOCK_BYTES, Engine, _greedy, engine, prompt
 from tiering.engines.vllm import lora as engine_lora
 from tiering.explain.causes import REASONS, Reason
 from tiering.manager import worth
+from tiering.primary.memory import region
 from tiering.testing.chaos import Fault
 
 ROWS = 24
@@ -254,6 +256,24 @@ def test_a_prompt_that_comes_before_the_loads_from_before_a_reset_have_ended_nam
             running.finish(names[:1])
         assert f"({REASONS[Reason.RESET]})" in one.answer(names[1])[0]
         assert one.why(prompt(3)) == ["new", "remainder"]
+
+
+def test_a_prompt_that_comes_while_the_memory_is_prepared_names_it(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(region, "PREPARED_AT_ONCE", 0)
+    monkeypatch.setattr(region, "prefault", lambda *_, **__: go.wait(60))
+    with asked(llama, tmp_path, []) as one:
+        lines = [one.first_line(prompt(1)) for _ in range(2)]
+        assert lines == [f"not_allowed: no load was allowed ({REASONS[Reason.PREPARING]})"] * 2
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "kv-tiering-prepare":
+                thread.join(60)
+        assert one.first_line(prompt(1)).startswith("unstored cpu: ")
+        assert one.why(prompt(1)) == ["remainder"]
+        one.check_sum()
 
 
 def test_blocks_whose_records_were_dropped_are_not_examined(llama: Path, tmp_path: Path) -> None:
