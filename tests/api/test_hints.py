@@ -74,9 +74,11 @@ def test_an_action_keeps_the_blocks_of_the_request_or_of_another_session_for_a_t
     assert kept == (KeepAction(kind, None, 1.5), KeepAction(kind, session("t"), 1.5))
 
 
-def test_a_prefetch_is_of_the_prompt_or_of_another_session() -> None:
-    hints = parse_hints(params(hints=[action("Prefetch"), action("prefetch", session_id="t")]), "s", salt="tenant")
-    assert hints.prefetched == (None, session("t", "tenant"))
+def test_a_prefetch_is_of_the_prompt_or_of_the_session_that_it_names() -> None:
+    """The request's own session is no exception, because clients name it in each request."""
+    named = [action("prefetch", session_id=name) for name in ("s", "t")]
+    hints = parse_hints(params(hints=[action("Prefetch"), *named]), "s", salt="tenant")
+    assert hints.prefetched == (None, session("s", "tenant"), session("t", "tenant"))
     assert hints.tenant == parse_hints(None, "u", salt="tenant").tenant != parse_hints(None, "u").tenant
 
 

@@ -102,7 +102,7 @@ def test_a_session_is_named_and_released_by_each_kind_of_request(
 
 
 def test_the_example_of_the_guide_ends_its_session(server: Server) -> None:
-    (example,) = blocks(ROOT / "docs" / "guides" / "hints.md", "py")
+    example, *_ = blocks(ROOT / "docs" / "guides" / "hints.md", "py")
     before = released(server)
     exec(compile(example.replace(":8000/", f":{server.port}/"), "hints.md", "exec"), {})
     until(lambda: released(server)[0] > before[0], 60, "the release")

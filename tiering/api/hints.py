@@ -256,7 +256,7 @@ class _Reader:
                 self.released.append(session)
             return
         if name == PREFETCH:
-            self.prefetched.append(None if session == own else session)
+            self.prefetched.append(session if "session_id" in payload else None)
             return
         seconds = payload.get("seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
