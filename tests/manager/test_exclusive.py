@@ -77,7 +77,7 @@ def test_a_row_that_the_engine_holds_twice_over_is_taken_once() -> None:
     rig = Rig(3)
     rig.late(A, B, C)
     rig.engine.add(A)
-    rig.manager.engine_holds([A, A])
+    rig.manager.engine_holds([A, H, A])  # H has no row
     assert rig.late(D, E) == [D, E]
     assert len(set(rig.primary.readable.values())) == len(rig.held()) == 3
     assert {D, E} < rig.held()
