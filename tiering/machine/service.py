@@ -257,8 +257,10 @@ class MachineService:
         ended = False
         try:
             ended = self._end_io(self._clock() + self._shutdown_seconds)
+            woken = select.poll()  # select() refuses descriptors from 1024 on
+            woken.register(self._wake_read, select.POLLIN)
             while not ended and not self.stopping:
-                select.select([self._wake_read], [], [], CLOSE_AGAIN)
+                woken.poll(1000 * CLOSE_AGAIN)
                 self._drain_wakes()
                 ended = self._end_io(self._clock())
         except Exception:
