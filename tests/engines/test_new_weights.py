@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tiering.engines.vllm.new_weights import WeightWatch, count_loads, loads_of
+from tiering.engines.vllm.new_weights import WeightWatch, loads_of
+
+VLLM = "vllm.v1.worker.gpu_worker"
 
 
 class Model:
     def __init__(self) -> None:
         self.values = [torch.zeros(3000, dtype=torch.bfloat16), torch.full((4, 6), torch.nan).t(), torch.zeros(0)]
+        self.more = [torch.zeros(5, 8)[:, :5], torch.zeros(7, dtype=torch.uint8)[1:], torch.zeros(3, device="meta")]
 
     def parameters(self) -> list[torch.Tensor]:
         return self.values
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        yield from self.more
 
     def load_weights(self, weights: Any, strict: bool = False) -> Any:
         """Load what is no error."""
@@ -27,33 +34,56 @@ class Model:
         return {"loaded": weights, "strict": strict}
 
 
+class Worker:
+    """A worker of vLLM with an extension."""
+
+    def __init__(self, core: Core) -> None:
+        self.model_runner = SimpleNamespace(get_model=lambda: core.model)
+        self.vllm_config = SimpleNamespace(model_config=core.config)
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.model_runner.get_model())
+
+    apply_model.__module__ = VLLM
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of vLLM's that does nothing."""
+        method = lambda: name  # noqa: E731
+        method.__module__ = VLLM
+        return method
+
+    def extend(self, function: Callable[[Any], Any]) -> Any:
+        """Do what an extension of the worker does, which is not vLLM's."""
+        return function(self.model_runner.get_model())
+
+
 class Core:
     """vLLM's engine core with one worker in its process."""
 
     def __init__(self) -> None:
-        self.model = type("Derived", (Model,), {})()
+        self.model: Any = type("Derived", (Model,), {})()
         self.config = SimpleNamespace(enable_sleep_mode=False)
-        runner, configs = SimpleNamespace(get_model=lambda: self.model), SimpleNamespace(model_config=self.config)
-        apply = lambda function: function(self.model)  # noqa: E731
-        self.worker = SimpleNamespace(model_runner=runner, vllm_config=configs, apply_model=apply)
-        self.model_executor = SimpleNamespace(collective_rpc=lambda method: [method(self.worker)])
+        self.worker = Worker(self)
+        self.model_executor = SimpleNamespace(collective_rpc=lambda method, timeout: [method(self.worker)])
+        self.empties = True
 
     def collective_rpc(self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [method(self.worker, *args)] if callable(method) else [method]  # names of methods: not called
+        return [method(self.worker, *args)] if callable(method) else [method]  # names that write: not called
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.empties
 
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     monkeypatch.setattr(Model, "load_weights", Model.load_weights)
-    core = Core()
-    count_loads(core.model)
-    return core
+    return Core()
 
 
 @pytest.fixture
 def resets(core: Core) -> list[str]:
     resets: list[str] = []
-    core.watch = WeightWatch(core, lambda: resets.append("reset"))  # type: ignore[attr-defined]
+    WeightWatch(core, lambda: resets.append("reset"))
     return resets
 
 
@@ -77,12 +107,19 @@ def write(model: Any) -> None:
     model.values[0].data[-900:] = 1
 
 
+def write_one(number: int, model: Any) -> None:
+    """Change one value, of a parameter or a buffer, wherever it lies in memory."""
+    tensor = [*model.values[:2], *model.more[:2], model.values[0]][number]
+    tensor.data[-1 if number < 4 else 1234].view(-1)[-1] = 7
+
+
 @pytest.mark.parametrize(
     ("function", "writes"),
     [
         (write, True),
         (lambda model: setattr(model, "values", [torch.ones(3000), *model.values[1:]]), True),
         (lambda model: setattr(model, "values", model.values[:1]), True),
+        *((partial(write_one, number), True) for number in range(5)),
         (lambda model: model.values[0].sum(), False),
     ],
 )
@@ -91,13 +128,16 @@ def test_a_function_of_the_caller_s_that_changes_parameters_ends_in_a_reset(
 ) -> None:
     core.collective_rpc(lambda worker: function(worker.model_runner.get_model()))
     assert resets == ["reset"] * writes
+    core.collective_rpc("profile")
+    assert resets == ["reset"] * writes
 
 
+@pytest.mark.parametrize("method", ["apply_model", "extend"])
 @pytest.mark.parametrize(("function", "writes"), [(write, True), (lambda model: len(model.values), False)])
-def test_so_does_one_that_gets_the_model(
-    core: Core, resets: list[str], function: Callable[[Any], Any], writes: bool
+def test_so_do_one_that_gets_the_model_and_a_method_of_an_extension(
+    core: Core, resets: list[str], method: str, function: Callable[[Any], Any], writes: bool
 ) -> None:
-    core.collective_rpc("apply_model", args=(function,))
+    core.collective_rpc(method, args=(function,))
     assert resets == ["reset"] * writes
 
 
@@ -110,18 +150,38 @@ def test_parameters_that_may_be_asleep_are_not_read(
     assert resets == ["reset"]
 
 
-def test_workers_that_answer_too_late_are_not_asked(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would be waited for without a limit, and their next answer is the late one."""
-    resets: list[str] = []
-    monkeypatch.setattr(core, "collective_rpc", late)
-    core.model_executor.collective_rpc = lambda method: pytest.fail("they are asked")
-    WeightWatch(core, lambda: resets.append("reset"))
-    with pytest.raises(TimeoutError):
-        core.collective_rpc("check_health", timeout=1.0)
+@pytest.mark.parametrize("asked", [False, True], ids=["a call", "the watch"])
+def test_workers_that_answer_too_late_are_not_asked_again(core: Core, resets: list[str], asked: bool) -> None:
+    """Their next answer is the late one."""
+    if asked:
+        core.model_executor.collective_rpc = late
+        core.reset_prefix_cache()
+    else:
+        with pytest.raises(TimeoutError):
+            core.collective_rpc(late)
     assert resets == ["reset"]
+    core.model_executor.collective_rpc = lambda method, timeout: pytest.fail("they are asked")
+    assert core.reset_prefix_cache(reset_connector=True)
+    assert resets == ["reset"] * 2
 
 
-def late(method: Any, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+def test_workers_are_asked_as_long_as_they_may_take_for_a_step(
+    core: Core, resets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def ask(method: Callable[[Any], int], timeout: float) -> list[int]:
+        limits.append(timeout)
+        return [method(core.worker)]
+
+    core.model_executor.collective_rpc = ask
+    core.reset_prefix_cache()
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7")
+    core.reset_prefix_cache()
+    assert (limits, resets) == ([300.0, 7.0], [])
+
+
+def late(method: Any, timeout: float = 0.0) -> list[Any]:
     raise TimeoutError
 
 
@@ -148,7 +208,7 @@ def test_a_method_that_writes_weights_by_its_name_ends_in_a_reset(
 
 
 def test_workers_that_do_not_answer_may_have_new_weights(core: Core, resets: list[str]) -> None:
-    def gone(method: Callable[..., Any]) -> list[int]:
+    def gone(method: Callable[..., Any], timeout: float) -> list[int]:
         raise RuntimeError("gone")
 
     core.model_executor.collective_rpc = gone
@@ -159,24 +219,47 @@ def test_workers_that_do_not_answer_may_have_new_weights(core: Core, resets: lis
 def test_weights_that_were_loaded_without_a_call_are_noticed_when_vllm_empties_its_cache(
     core: Core, resets: list[str]
 ) -> None:
-    manager = SimpleNamespace(reset_prefix_cache=lambda: resets.append("own"))
-    core.watch.bind(manager)  # type: ignore[attr-defined]
-    manager.reset_prefix_cache()
+    assert core.reset_prefix_cache()
     core.model.load_weights("new")
-    manager.reset_prefix_cache()
-    assert resets == ["own", "reset", "own"]
+    assert resets == []
+    assert core.reset_prefix_cache()
+    assert core.reset_prefix_cache()
+    assert resets == ["reset"]
+
+
+def test_another_model_in_the_worker_is_noticed(core: Core, resets: list[str]) -> None:
+    for number in (1, 2):
+        core.model = Core().model
+        core.model.load_weights("new")
+        core.collective_rpc("load_model")
+        assert resets == ["reset"] * number
+
+
+def test_a_connector_that_stores_what_vllm_s_cache_still_has_is_reset_once_more(core: Core) -> None:
+    resets: list[str] = []
+    WeightWatch(core, lambda: resets.append("reset"), twice=True)
+    assert core.reset_prefix_cache()
+    assert resets == []
+    core.collective_rpc("update_weights")
+    core.empties = False
+    assert not core.reset_prefix_cache()
+    assert resets == ["reset"]
+    core.empties = True
+    assert core.reset_prefix_cache()
+    assert core.reset_prefix_cache()
+    assert resets == ["reset"] * 2
 
 
 def test_loads_are_counted_once_per_call_and_model_whichever_class_has_the_method(core: Core) -> None:
     another = Core()
     another.model.load_weights("the first")
-    count_loads(another.model)
+    before = [loads_of(core.worker), loads_of(another.worker)]
     core.model.load_weights("new")
-    assert [loads_of(core.worker), loads_of(another.worker)] == [1, 0]
-    count_loads(None)
+    assert [loads_of(core.worker), loads_of(another.worker)] == [before[0] + 1, before[1]]
+    core.model = SimpleNamespace()
+    assert loads_of(core.worker) == loads_of(core.worker)
 
 
 def test_without_vllm_s_core_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    watch = WeightWatch(None, lambda: pytest.fail("nothing is known to have changed"))
-    watch.check(named=True)
+    WeightWatch(None, lambda: pytest.fail("nothing is known to have changed"))
     assert "reset all caches" in caplog.text

@@ -8,8 +8,9 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,58 @@ def test_every_version_stores_and_loads(version: str) -> None:
         assert driver.tier.locality is Locality.LOCAL
         driver.tier.touch(keys, ctx)
         driver.tier.on_request_finished(ctx)
+
+
+class Core:
+    """vLLM's engine core, whose connector has the tier."""
+
+    def __init__(self) -> None:
+        self.model_executor = SimpleNamespace(collective_rpc=lambda method, timeout: [1])
+        self.resets = 0
+        self.scheduler: Any = None
+
+    def start(self, stack: ExitStack) -> Driver:
+        driver = stack.enter_context(running())
+        self.scheduler = SimpleNamespace(connector=SimpleNamespace(reset_cache=lambda: self.reset_cache(driver)))
+        return driver
+
+    def reset_cache(self, driver: Driver) -> None:
+        self.resets += 1
+        driver.tier.drain_jobs()
+
+    def collective_rpc(self, method: str) -> list[str]:
+        return [method]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def test_new_weights_reset_the_connector_of_vllm_and_once_more_with_its_cache() -> None:
+    """Requests between the two find blocks of the older weights in vLLM's cache, and store them again."""
+    core, keys = Core(), keys_of(4)
+
+    def found() -> list[str]:
+        ctx = driver.begin("looks up")
+        hits = driver.look_up(keys, ctx)
+        driver.tier.on_request_finished(ctx)
+        return hits
+
+    def store() -> None:
+        ctx = driver.begin("stores")
+        driver.store(keys, range(4), ctx)
+        driver.tier.on_request_finished(ctx)
+
+    with ExitStack() as stack:
+        driver = core.start(stack)
+        store()
+        assert core.reset_prefix_cache()
+        assert (found(), core.resets) == (["HIT"] * 4, 0)
+        core.collective_rpc("update_weights")
+        assert (found(), core.resets) == (["MISS"] * 4, 1)
+        store()
+        assert found() == ["HIT"] * 4
+        assert core.reset_prefix_cache()
+        assert (found(), core.resets) == (["MISS"] * 4, 2)
 
 
 @pytest.mark.parametrize("version", FACTS)

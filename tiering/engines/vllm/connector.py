@@ -46,7 +46,7 @@ from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import CONNECTOR, LookupCheck
 from tiering.engines.vllm.lora import AdapterGuard, AdapterNames, AdapterVariants
 from tiering.engines.vllm.model import geometry_of, kind_of, model_identity
-from tiering.engines.vllm.new_weights import WeightWatch, count_loads
+from tiering.engines.vllm.new_weights import WeightWatch
 from tiering.engines.vllm.refusals import check_one_stage, check_stages, check_supported, lost_states
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.engines.vllm.stages import core_of, stages_of_engine, stages_of_worker
@@ -138,10 +138,8 @@ class TieringConnector(WorkerSide, SchedulerSide, SupportsHMA):  # type: ignore[
         self._identifies_adapters = self._can_identify_adapters(getattr(vllm_config, "lora_config", None))
         if is_worker and self._identifies_adapters:
             self._watch_adapters(vllm_config.lora_config, geometry)
-        if is_worker:
-            count_loads(model_of(sys._getframe(1)))
-        else:
-            self._weights = WeightWatch(core_of(sys._getframe(1)), self.reset_cache)
+        if not is_worker:
+            WeightWatch(core_of(sys._getframe(1)), self.reset_cache)
         is_simple = self._start_simple(vllm_config, kv_cache_config, geometry, is_worker)
         if not is_worker and (warning := lost_states(geometry.engine, stores_tails=not is_simple)) is not None:
             logger.warning("%s", warning)

@@ -17,7 +17,6 @@ from tiering.connector.scheduler import OffloadingConnectorScheduler
 from tiering.engines.vllm.events import EventConverter
 from tiering.engines.vllm.kept_groups import KeptGroups
 from tiering.engines.vllm.lora import AdapterGuard
-from tiering.engines.vllm.new_weights import WeightWatch
 from tiering.engines.vllm.resets import LoadWaits
 from tiering.errors import ConfigError
 from tiering.simple.metadata import SimpleCPUOffloadMetadata
@@ -51,7 +50,6 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     """The scheduler half, for the mode of the stack; None in a worker's connector."""
     _adapters: AdapterGuard
     _waits: LoadWaits
-    _weights: WeightWatch
     _kept: KeptGroups | None = None
     """The groups that are offloaded; None: all."""
     _lookup_patience: float
@@ -70,7 +68,6 @@ class SchedulerSide(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._waits.bind(kv_cache_manager, self.scheduler_half or self._no_scheduler())
-        self._weights.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         (self.scheduler_half or self._no_scheduler()).on_new_request(self._adapters.admit(request))

@@ -30,6 +30,8 @@ from tiering.config.stack_file import StackConfig
 from tiering.engines.mailbox import started
 from tiering.engines.vllm.logging import share_logging
 from tiering.engines.vllm.lookup import StartupError
+from tiering.engines.vllm.new_weights import WeightWatch
+from tiering.engines.vllm.stages import core_of
 from tiering.engines.vllm_tier.identity import Identified, identify, unidentified
 from tiering.engines.vllm_tier.interface import (
     configurations,
@@ -138,6 +140,7 @@ class KVTieringTier(tiers.SecondaryTierManager):  # type: ignore[misc]
             raise
         if persistent and found.reason:
             logger.warning("%s; no tier that outlives the process is used", found.reason)
+        _watch_weights(sys._getframe(1))
         self._results = self._thread.results
         self._counters = TierCounters()
         self._set_place(stack, words.get("locality"))
@@ -262,6 +265,20 @@ def _taken(*queues: deque[Any]) -> Iterator[Any]:
     for queue in queues:
         for _ in range(len(queue)):
             yield queue.popleft()
+
+
+def _watch_weights(caller: FrameType | None) -> None:
+    """Reset vLLM's connector, its CPU tier and this one, once new weights were written.
+
+    vLLM stores again what it finds in its own cache, also for requests that begin after the weights, so that the
+    connector is reset once more when that cache has been emptied.
+    """
+    core = core_of(caller)
+
+    def reset() -> None:  # later: the core has no scheduler yet
+        core.scheduler.connector.reset_cache()
+
+    WeightWatch(core, reset, twice=True)
 
 
 def _identified(spec: Any, row_bytes: int, caller: FrameType | None) -> Identified:
