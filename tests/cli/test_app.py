@@ -20,6 +20,18 @@ from tiering.cli.parameters import DURATION
 from tiering.errors import PermanentStoreError
 
 
+def test_what_is_imported_is_not_looked_through_at_the_end_of_the_process() -> None:
+    """A look through all of it takes a third of a short command, and of the end and start of a service."""
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 10_000)); "
+        "from tiering.cli.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "True True"
+
+
 def test_help_lists_every_command_and_the_exit_codes() -> None:
     done = kv_tiering("--help")
     assert done.code == 0
