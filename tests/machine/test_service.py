@@ -26,6 +26,7 @@ from tiering.config.stack_file import load_stack
 from tiering.errors import ConfigError, TieringError
 from tiering.machine import peers
 from tiering.machine.link import ServiceSocket, ask, greet
+from tiering.machine.listener import LOOK_SECONDS
 from tiering.machine.messages import MAX_MESSAGE, VERSION, Kind, Record, messages, pack, read
 from tiering.machine.peers import MOST_BEHIND
 from tiering.machine.service import IDLE_SECONDS, MachineService
@@ -199,6 +200,36 @@ def test_the_end_of_a_service_leaves_the_socket_of_another(path: Path) -> None:
     other.stop()
     assert other.run()
     assert not path.exists()
+
+
+def test_a_socket_that_somebody_removes_is_made_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    service = MachineService(path, {}, most_bytes=1, clock=clock)
+    service.listen()
+
+    def turn() -> None:
+        clock.advance(LOOK_SECONDS)
+        service.wake()
+        service.turn()
+
+    path.unlink()
+    path.parent.chmod(0o777)
+    turn()
+    assert "no engine can connect" in caplog.text
+    path.parent.chmod(0o750)
+    turn()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(os.fspath(path))
+        service.turn()
+        service.turn()
+        assert service._peers
+    path.unlink()
+    path.write_text("somebody's own")
+    turn()
+    service.stop()
+    assert service.run()
+    assert path.read_text() == "somebody's own"
 
 
 def test_a_connection_without_a_free_descriptor_waits_and_does_not_keep_the_thread_awake(

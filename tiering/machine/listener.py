@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tiering.errors import ConfigError
 from tiering.machine.peers import NO_ROOM
 from tiering.runtime.door import bind_socket
 from tiering.runtime.ratelimit import RateLimit
@@ -18,6 +20,9 @@ _log = logging.getLogger("kv_tiering.machine")
 
 _NO_ROOM_SECONDS = 0.5
 """Seconds after which connections are taken again, once there was no room for one."""
+
+LOOK_SECONDS = 5.0
+"""Seconds between two looks whether the path is still there."""
 
 
 class Listener:
@@ -49,6 +54,8 @@ class Listener:
         self._path = path
         self._socket = found or bind_socket(path, mode=mode)
         self._inode = 0 if found else path.lstat().st_ino
+        self._mode = mode
+        self._look_due = clock() + LOOK_SECONDS if self._inode else math.inf
         self._selector = selector
         self._take = take
         self._refusals = refusals
@@ -58,10 +65,29 @@ class Listener:
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     def step(self) -> None:
-        """Take connections again, if it is time."""
-        if self._clock() >= self._again:
+        """Take connections again, if it is time, and make the path again if somebody has removed it."""
+        now = self._clock()
+        if now >= self._again:
             self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
             self._again = math.inf
+        if now >= self._look_due:
+            self._look_due = now + LOOK_SECONDS
+            if not os.path.lexists(self._path):
+                self._renew()
+
+    def _renew(self) -> None:
+        """Listen at the path with another socket; those whose connection waits at the present one try again."""
+        try:
+            renewed = bind_socket(self._path, mode=self._mode)
+        except (OSError, ConfigError) as error:
+            _log.error("%s was removed, and no engine can connect: %s", self._path, error)
+            return
+        with suppress(KeyError):
+            self._selector.unregister(self._socket)
+        self._socket.close()
+        self._socket, self._inode, self._again = renewed, self._path.lstat().st_ino, math.inf
+        self._selector.register(renewed, selectors.EVENT_READ, self._accept)
+        _log.warning("%s was removed by somebody, and is there again", self._path)
 
     def close(self) -> None:
         """Take no more connections, and remove the path, unless another service has it by now."""
