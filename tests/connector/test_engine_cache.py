@@ -648,6 +648,15 @@ def test_a_block_that_a_tier_wants_and_only_the_engine_holds_is_copied_and_stays
     assert bench.count("late_stores") == 0
 
 
+def test_a_block_that_a_tier_wants_is_not_copied_without_room() -> None:
+    bench, request = Bench(feeds_tiers=True), prompt(4)
+    bench.run(request)
+    bench.manager.reset_cache()
+    bench.manager.wanted, bench.manager.free = request.keys(), []
+    assert not idle_step(bench.scheduler).reqs_to_store
+    assert bench.notes == set(request.keys())
+
+
 @pytest.mark.parametrize("case", ["inclusive", "no prefix caching", "another pool", "no pool"])
 def test_without_a_cache_to_look_at_the_tier_is_inclusive(case: str, caplog: pytest.LogCaptureFixture) -> None:
     manager = FakeManager()
