@@ -31,6 +31,7 @@ from tests.machine.users import (
     end_claim,
     forget_rows,
     inherited,
+    is_served,
     knock,
     knocks,
     load,
@@ -429,6 +430,7 @@ def test_a_users_part_that_has_failed_begins_anew_once_its_io_has_ended(
     monkeypatch.setattr(broken, "turn", Mock(side_effect=RuntimeError("a defect")))
     broken.wake()
     assert until(lambda: len(attempts) > 2, 60.0)
+    assert until(lambda: not anna.do(is_served), 60.0), "requests wait for the deadlines of their loads"
     assert "is out of order: it has failed" in anna.do(knock, socket)
     assert threads[ANNA].service is broken, "two of them would write into the same rows"
     ended.set()

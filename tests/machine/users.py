@@ -65,8 +65,17 @@ def present(held: Held, tier: int, numbers: Sequence[int]) -> list[int]:
 
 
 def serving(held: Held) -> bool:
-    held["engine"].manager.on_schedule_end()  # learns that the earlier service has gone
-    return bool(held["engine"].serving())
+    """Wait until all tiers are in service, and have found their old blocks."""
+    engine = held["engine"]
+    engine.manager.on_schedule_end()  # learns that the earlier service has gone
+    return all(engine.serving(tier) for tier in range(len(engine.manager.secondary_tiers)))
+
+
+def is_served(held: Held) -> bool:
+    """Return True if some tier is in service at the moment."""
+    manager = held["engine"].manager
+    manager.on_schedule_end()
+    return any(tier.serving for tier in manager.secondary_tiers)
 
 
 def rows_in_use(held: Held) -> int:

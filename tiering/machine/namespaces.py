@@ -283,6 +283,11 @@ class HostedNamespace:
             positions = [position for position in positions if position not in taken]
         return positions
 
+    def fail(self) -> None:
+        """Serve no engine any more; those that are not told wait for the deadlines of their loads."""
+        for hosted in self.tiers.values():
+            hosted.fail()
+
     def close_tiers(self, deadline: float) -> bool:
         """Close all tiers, and return True if nothing touches the engines' rows any more."""
         for name, tier in self.tiers.items():

@@ -169,11 +169,8 @@ class MachineService:
         return look
 
     def _counted(self) -> ServiceLook:
-        tiers = {
-            (space.name, name): hosted.stats
-            for space in self._namespaces.values()
-            for name, hosted in space.tiers.items()
-        }
+        spaces = self._namespaces.values()
+        tiers = {(space.name, name): each.stats for space in spaces for name, each in space.tiers.items()}
         engines: dict[EngineOfTier, EngineCounts] = {}
         for peer in self._peers.values():
             peer.add_counts(engines)
@@ -256,6 +253,10 @@ class MachineService:
         """End all I/O after an error, let go of the engines once it has ended, and return as :meth:`run` does."""
         ended = False
         try:
+            for space in self._namespaces.values():
+                space.fail()
+            for peer in self._peers.values():
+                peer.flush()
             ended = self._end_io(self._clock() + self._shutdown_seconds)
             woken = select.poll()  # select() refuses descriptors from 1024 on
             woken.register(self._wake_read, select.POLLIN)
