@@ -44,8 +44,6 @@ class MachineHints(TierHotKeys):
         """The runs of each engine that have come for the last question."""
         self._is_complete = False
 
-    # --------------------------------------------------------------------------------------------------------- hot keys
-
     def used(self, keys: Sequence[OffloadKey]) -> None:
         # The tail first, because the service takes each record for a prefix, and the last one is the most recent.
         for first in reversed(range(0, len(keys), MAX_KEYS)):
@@ -67,8 +65,6 @@ class MachineHints(TierHotKeys):
         self._is_asked = self._is_complete = False
         self._found = []
         self._asks += 1  # the rest of an answer does not count
-
-    # ----------------------------------------------------------------------------------------------------------- events
 
     def take(self, record: Record) -> None:
         """Process a record of the service."""

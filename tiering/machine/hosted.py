@@ -113,8 +113,6 @@ class HostedTier:
         self.hints = HostedHints(tier)
         """Hot keys, and the blocks that have left the tier."""
 
-    # ------------------------------------------------------------------------------------------------------ the engines
-
     def attached(self, engine: Engine) -> bool:
         """Return True if blocks of ``engine`` and of the tier may meet."""
         return (
@@ -243,8 +241,6 @@ class HostedTier:
                         self._end([(other, at, False)])
                     else:
                         self.load(other, [at])
-
-    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def _take_job(self, engine: Engine, record: Record) -> None:
         rows = np.asarray(record.rows, np.int64)
@@ -416,8 +412,6 @@ class HostedTier:
                 if job.is_load or all(job.arrived) or not (self.ending and job.engine.leaving):  # the next service's
                     job.engine.send(Record(Kind.RESULT, job.number, text=bytes(job.arrived)))
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def _take_lookup(self, engine: Engine, record: Record) -> None:
         if not record.keys:
             raise MessageError("a lookup has no keys")
@@ -435,8 +429,6 @@ class HostedTier:
         if not undecided:
             engine.send(Record(Kind.ANSWER, record.number, seconds=float(held)))
         return not undecided
-
-    # ------------------------------------------------------------------------------------------------------------ steps
 
     @property
     def busy(self) -> bool:

@@ -156,8 +156,6 @@ class RowLedger:
                 self._showing = False
         return None
 
-    # -------------------------------------------------------------------------------------------------------- reporting
-
     def _report(self, connection: ServiceSocket) -> None:
         if not self._pending and self._again_at < len(self._words):
             first, self._again_at = self._again_at, self._again_at + MAX_KEYS
@@ -186,8 +184,6 @@ class RowLedger:
             connection.sent += 1
             sent += count
         del self._unsent[:sent]
-
-    # ------------------------------------------------------------------------------------------------------- inheriting
 
     def _read(self, connection: ServiceSocket) -> None:
         for _ in range(MESSAGES_PER_STEP):

@@ -128,8 +128,6 @@ class PeerRows(TierIntake, SecondaryTierManager):
         """Keep ``notes`` of the blocks held, which engines read."""
         self._notes = notes
 
-    # ----------------------------------------------------------------------------------------------------------- blocks
-
     def note(self, holder: Holder, row: int, key: OffloadKey) -> None:
         """Let loads find a block in a row."""
         holders = self._held.setdefault(key, [])
@@ -175,8 +173,6 @@ class PeerRows(TierIntake, SecondaryTierManager):
             if (block := holder.entries.get(row)) is not None and block.key == key
         ]
         return [*islice(filter(Source.is_unchanged, found), MOST_SOURCES)]
-
-    # ----------------------------------------------------------------------------------------------------------- a tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         return key in self._held
@@ -247,8 +243,6 @@ class PeerRows(TierIntake, SecondaryTierManager):
 
     def get_stats(self) -> TierStats:
         return replace(self._stats, blocks=len(self._held), job_latency=list(self._stats.job_latency))
-
-    # ------------------------------------------------------------------------------------------------------------- life
 
     def open(self, deadline: float) -> bool:
         self._pool.start()

@@ -125,8 +125,6 @@ class Regions:
             "service_inherited_blocks": self.handed_over,
         }
 
-    # ----------------------------------------------------------------------------------------------------------- claims
-
     def claim(self, peer: Peer, text: bytes) -> tuple[int, int]:
         """Return the descriptors of rows and words for a process that claims rows.
 
@@ -308,8 +306,6 @@ class Regions:
         """Take the name of its engine from a region; a later one may have it by now."""
         if self._named.get(region.claim.name) is region:
             del self._named[region.claim.name]
-
-    # ---------------------------------------------------------------------------------------------------------- records
 
     def take(self, peer: Peer, record: Record) -> None:
         """Record the blocks in some rows, once their digests are known.

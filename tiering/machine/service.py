@@ -132,8 +132,6 @@ class MachineService:
         self._arrived: deque[Peer] = deque()
         """Connections that the service of another user has taken for this one."""
 
-    # --------------------------------------------------------------------------------------------------------- the life
-
     def listen(self, listener: socket.socket | None = None) -> None:
         """Take connections of this user, and of those that were named.
 
@@ -306,8 +304,6 @@ class MachineService:
             beat()
         if left:
             _log.error("%d block(s) are not stored in time; their engines offer them to the next service", left)
-
-    # ------------------------------------------------------------------------------------------------------ the sockets
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):

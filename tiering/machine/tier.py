@@ -140,8 +140,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
         found = Greeting.about(self._context, self._num_rows, self._stride, self._weights)
         return found.text(), (self._rows_fd,)
 
-    # ----------------------------------------------------------------------------------------------------------- lookup
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         held, undecided = self.lookup_prefix((key,), req_context)
         return None if undecided else held == 1
@@ -170,8 +168,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
                 self._asked[self._asks] = asked
             else:
                 self._index.end_probe(asked, None, now)
-
-    # ------------------------------------------------------------------------------------------------------------- jobs
 
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext, is_fill: bool) -> Sequence[int] | None:
         """Return None while the service takes stores, or the next one may: it chooses the blocks itself."""
@@ -220,8 +216,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
         finished, self._finished = self._finished, []
         return finished
 
-    # ---------------------------------------------------------------------------------------------------------- notices
-
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext, used: bool = True) -> None:
         self._notice(Kind.TOUCH, keys, req_context, int(used))
 
@@ -256,8 +250,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
             return _CALM
         wanted, self._wanted = self._wanted, []
         return StepEnd(wanted, math.inf if calm else 0.0, self._superseded, not self._owed)
-
-    # ------------------------------------------------------------------------------------------------- sending, reading
 
     def _write(self, record: Record) -> bool:
         """Append a record to the step's messages; return False if it cannot be sent."""
@@ -480,8 +472,6 @@ class MachineTier(TierIntake, SecondaryTierManager):
 
     def _is_idle(self) -> bool:
         return self._connection is None and not self._jobs and not self._link.queue
-
-    # ------------------------------------------------------------------------------------------------------- statistics
 
     def get_stats(self) -> TierStats:
         """Return counters of this engine, and the medium's statistics, which all engines share."""
