@@ -18,6 +18,7 @@ from tests.vllm.server import Server, serve, until
 REPEATED = 12
 WORDS = 3 * BLOCK + 4
 """Words of a prompt of three whole blocks or more: some words are two tokens."""
+ROWS = 128
 TEMPLATE = f"{{% for message in messages %}}{{{{ (message['content'] + ' ') * {REPEATED} }}}}{{% endfor %}}"
 """A template that repeats each message, so that a short one fills a block."""
 OWN_FIELD = importlib.util.find_spec("vllm.v1.kv_hints") is not None
@@ -33,7 +34,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template.write_text(TEMPLATE)
     names = ("--served-model-name", "tiny", "served-model")
     options = ("--no-skip-tokenizer-init", "--chat-template", str(template), *names)
-    with serve(model, {"primary": {"capacity": 128 * BLOCK_BYTES}}, directory / "log", *options) as running:
+    stack = {
+        "primary": {"capacity": ROWS * BLOCK_BYTES},
+        "secondary": [{"type": "memory", "capacity": "64MiB"}],
+        "hints": {"prefetch": "1GiB"},
+    }
+    with serve(model, stack, directory / "log", *options) as running:
         yield running
 
 
@@ -102,8 +108,38 @@ def test_a_session_is_named_and_released_by_each_kind_of_request(
 
 
 def test_the_example_of_the_guide_ends_its_session(server: Server) -> None:
-    example, *_ = blocks(ROOT / "docs" / "guides" / "hints.md", "py")
     before = released(server)
-    exec(compile(example.replace(":8000/", f":{server.port}/"), "hints.md", "exec"), {})
+    run_example(server, 1)
     until(lambda: released(server)[0] > before[0], 60, "the release")
     assert server.metric("kv_tiering_hints_ignored_total") == 0
+
+
+def run_example(server: Server, count: int) -> None:
+    """Run the first examples of the guide as one program."""
+    examples = blocks(ROOT / "docs" / "guides" / "hints.md", "py")
+    assert len(examples) == 2
+    exec(compile("".join(examples[:count]).replace(":8000/", f":{server.port}/"), "hints.md", "exec"), {})
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_example_of_the_guide_brings_the_blocks_of_a_session_ahead(server: Server, ahead: bool) -> None:
+    asking, text = client(server), words(WORDS, "ahead", ahead)
+    found = asking.completions.create(
+        model="tiny", prompt=text, max_tokens=8, temperature=0, extra_body={"session_id": "conversation 18"}
+    )
+    block_count = found.usage.prompt_tokens // BLOCK
+    for number in range(16):  # together they need all rows
+        completion(asking, words(300, "others", ahead, number))
+    assert server.reset()
+    if ahead:
+        before = server.metric("kv_tiering_blocks_prefetched_total")
+        run_example(server, 2)
+        until(lambda: released(server) and server.metric("kv_tiering_blocks_prefetched_total") > before, 60, "the end")
+        assert server.metric("kv_tiering_blocks_prefetched_total") == before + block_count
+        assert server.reset()
+    slow, loaded = server.metric("kv_tiering_promotions_total", tier="memory"), server.loaded()
+    answer = asking.completions.create(model="tiny", prompt=text, max_tokens=8, temperature=0)
+    assert answer.choices[0].text == found.choices[0].text
+    until(lambda: released(server) and server.loaded() > loaded, 60, "the load")
+    assert server.loaded() - loaded == block_count * BLOCK_BYTES
+    assert server.metric("kv_tiering_promotions_total", tier="memory") - slow == (0 if ahead else block_count)
