@@ -159,7 +159,7 @@ class CephRgw:
             "osd_crush_update_on_start": "false",
             "osd_class_update_on_start": "false",
             "mon_allow_pool_size_one": "true",
-            "mon_data_avail_crit": "1",
+            "mon_data_avail_crit": "0",
             "osd_objectstore": "memstore",
             "memstore_device_bytes": str(MEMORY),
             "osd_class_load_list": "*",
@@ -222,7 +222,7 @@ class CephRgw:
         while not ready():
             for process in self.processes:
                 if process.poll() is not None:
-                    raise RuntimeError(f"a process ended while waiting for {what}")
+                    raise RuntimeError(f"{process.args!r} ended with {process.returncode} while waiting for {what}")
             if time.monotonic() > give_up:
                 raise RuntimeError(f"{what} did not come up in time")
             time.sleep(0.2)
