@@ -56,8 +56,17 @@ def started(*arguments: object, **options: Any) -> Iterator[subprocess.Popen[byt
 
 def process(*arguments: object, environment: Mapping[str, str] | None = None) -> Done:
     """Run in a separate process."""
+    return _done(command(*arguments), environment)
+
+
+def program(code: str, *arguments: object) -> Done:
+    """Run Python code in a separate process."""
+    return _done([sys.executable, "-c", code, *map(str, arguments)], None)
+
+
+def _done(words: list[str], environment: Mapping[str, str] | None) -> Done:
     done = subprocess.run(
-        command(*arguments),
+        words,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         capture_output=True,

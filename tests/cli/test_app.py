@@ -14,7 +14,7 @@ import pytest
 
 import tiering
 from tests.cli.conftest import WriteStack
-from tests.cli.runner import ROOT, command, kv_tiering, process
+from tests.cli.runner import ROOT, command, kv_tiering, process, program
 from tiering.cli.app import FINDINGS, INTERRUPTED, USAGE, cli
 from tiering.cli.parameters import DURATION
 from tiering.errors import PermanentStoreError
@@ -26,10 +26,8 @@ def test_what_is_imported_is_not_looked_through_at_the_end_of_the_process() -> N
         "import atexit, gc; atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 10_000)); "
         "from tiering.cli.__main__ import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.splitlines()[-1] == "True True"
+    done = program(code, "--version")
+    assert done.out.splitlines()[-1] == "True True"
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
@@ -160,10 +158,8 @@ sys.meta_path.insert(0, CtrlC())
 from kv_tiering import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    done = program(code, "schema")
+    assert (done.code, done.out, done.err) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_after_the_run_ends_the_command_without_a_traceback() -> None:
@@ -172,10 +168,8 @@ def test_ctrl_c_after_the_run_ends_the_command_without_a_traceback() -> None:
         "atexit.register(os.kill, os.getpid(), signal.SIGINT); "
         "from kv_tiering import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    done = program(code, "schema")
+    assert (done.code, done.err) == (-signal.SIGINT, "")
 
 
 def test_a_command_in_the_background_of_a_shell_ignores_ctrl_c() -> None:
@@ -183,10 +177,8 @@ def test_a_command_in_the_background_of_a_shell_ignores_ctrl_c() -> None:
         "import atexit, os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "atexit.register(os.kill, os.getpid(), signal.SIGINT); from kv_tiering import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "schema"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    done = program(code, "schema")
+    assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.parametrize("group", ["epoch", "trace"])

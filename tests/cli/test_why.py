@@ -137,6 +137,13 @@ def test_an_unknown_request_is_a_finding(engine: ExplainService) -> None:
     assert done.err == "request other is unknown, or is not among the last 1 requests; the latest: cmpl-7\n"
 
 
+def test_an_engine_of_an_older_version_sums_an_hour(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    older = {"causes": [{"cause": "new", "tier": "", "tokens": 7}], "requests": 1, "followed_seconds": 60.0}
+    monkeypatch.setattr("tiering.cli.why.ask", lambda path, question: older)
+    done = kv_tiering("why", "--top", "--minutes", "5", "--socket", tmp_path)
+    assert (done.code, done.out.splitlines()[0]) == (0, "7 prompt tokens computed in the last hour")
+
+
 @pytest.mark.parametrize("words", [(), ("cmpl-7", "--top")])
 def test_one_question_is_asked(words: tuple[str, ...]) -> None:
     done = kv_tiering("why", *words)

@@ -250,6 +250,16 @@ def test_a_connector_that_stores_what_vllm_s_cache_still_has_is_reset_once_more(
     assert resets == ["reset"] * 2
 
 
+def test_two_connectors_watch_a_call_once(core: Core, resets: list[str]) -> None:
+    """Watched twice, vLLM's own methods would be foreign code, after which an engine that may sleep is reset."""
+    WeightWatch(core, lambda: resets.append("another's"))
+    core.config.enable_sleep_mode = True
+    core.collective_rpc("list_loras")
+    assert resets == []
+    core.collective_rpc(lambda worker: None)
+    assert resets == ["reset", "another's"]
+
+
 def test_loads_are_counted_once_per_call_and_model_whichever_class_has_the_method(core: Core) -> None:
     another = Core()
     another.model.load_weights("the first")

@@ -130,8 +130,10 @@ def _top_lines(answer: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the most expensive causes for people."""
     causes = answer["causes"]
     total = sum(one["tokens"] for one in causes)
-    when = "hour" if answer["minutes"] == MINUTES else duration(60.0 * answer["minutes"])
-    yield f"{total} of {answer['prompt_tokens']} prompt tokens computed in the last {when}"
+    minutes = answer.get("minutes", MINUTES)  # engines of older versions sum an hour, and count no prompt tokens
+    when = "hour" if minutes == MINUTES else duration(60.0 * minutes)
+    share = f"{total} of {answer['prompt_tokens']}" if "prompt_tokens" in answer else f"{total}"
+    yield f"{share} prompt tokens computed in the last {when}"
     for one in causes:
         yield f"{one['tokens']:>12}  {100 * one['tokens'] / total:5.1f}%  {_words(one)}"
         yield from _remedies(one, " " * 22)

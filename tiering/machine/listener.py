@@ -80,7 +80,8 @@ class Listener:
         try:
             renewed = bind_socket(self._path, mode=self._mode)
         except (OSError, ConfigError) as error:
-            _log.error("%s was removed, and no engine can connect: %s", self._path, error)
+            if number := self._refusals.admit():
+                _log.error("%s was removed, and no engine can connect (looked %d times): %s", self._path, number, error)
             return
         with suppress(KeyError):
             self._selector.unregister(self._socket)

@@ -151,8 +151,10 @@ class WeightWatch:
         @functools.wraps(call)  # vLLM converts a client's arguments by the signature
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             named = isinstance(method, str) and _WRITES.match(method) is not None
+            if not named and getattr(method, "func", None) is not watched:  # else another connector watches the call
+                method = functools.partial(watched, method)
             try:
-                return call(method if named else functools.partial(watched, method), *args, **kwargs)
+                return call(method, *args, **kwargs)
             except TimeoutError:
                 self._is_late = True
                 raise
