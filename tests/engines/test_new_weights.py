@@ -251,7 +251,7 @@ def test_a_connector_that_stores_what_vllm_s_cache_still_has_is_reset_once_more(
 
 
 def test_two_connectors_watch_a_call_once(core: Core, resets: list[str]) -> None:
-    """Watched twice, vLLM's own methods would be foreign code, after which an engine that may sleep is reset."""
+    """Otherwise, each call of vLLM's own methods would reset an engine that may sleep."""
     WeightWatch(core, lambda: resets.append("another's"))
     core.config.enable_sleep_mode = True
     core.collective_rpc("list_loras")
